@@ -38,7 +38,7 @@ _libc.fallocate.argtypes = [
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
+def opened(path: str | Path, flags: int) -> Iterator[int]:
     """Open a file and close it at the end; a new file is only for this user. Raises OSError."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:

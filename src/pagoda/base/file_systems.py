@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from pagoda.base.file_space import opened
+
 # What statfs calls the file systems that matter here; used where /proc does not tell the name.
 _MAGIC = {
     0x9FA0: "proc",
@@ -42,11 +44,8 @@ def filesystem(path: Path) -> str:
 
     It is the one that an open reaches, whatever is mounted below or above it. Changes nothing.
     """
-    fd = os.open(nearest(path), os.O_PATH | os.O_CLOEXEC)
-    try:
+    with opened(nearest(path), os.O_PATH) as fd:
         return filesystem_of(fd)
-    finally:
-        os.close(fd)
 
 
 def nearest(path: Path) -> Path:

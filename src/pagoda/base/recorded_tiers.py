@@ -19,8 +19,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.base.file_space import size_in_words
+from pagoda.base.file_systems import nearest
 from pagoda.base.log import guarded_logger
 from pagoda.base.synced_files import remove_abandoned, write_synced
+from pagoda.base.trusted_files import user_state_directory
 
 log = guarded_logger("pagoda.tiers.register")
 
@@ -64,7 +67,7 @@ def add(
                 "%s` gives it back"
             ),
             tier,
-            _size(made_bytes),
+            size_in_words(made_bytes),
             place,
             tier,
         )
@@ -123,24 +126,11 @@ def remove(place: str) -> bool:
     return bool(theirs)
 
 
-def _size(nbytes: int) -> str:
-    return (
-        f"{nbytes / 2**30:.2f} GiB"
-        if nbytes >= 2**30
-        else f"{nbytes / 2**20:.1f} MiB"
-    )
-
-
 def _directories() -> list[Path]:
     """Return where the registry may be, the best place first."""
-    home = os.path.expanduser("~")
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):
-        state = (
-            os.path.join(home, ".local", "state") if os.path.isabs(home) else ""
-        )
+    state = user_state_directory()
     memory = Path(f"/dev/shm/pagoda-{os.getuid()}", ".tiers")
-    return [Path(state, "pagoda", "tiers"), memory] if state else [memory]
+    return [state / "tiers", memory] if state.is_absolute() else [memory]
 
 
 def _write(directory: Path, entry: Entry) -> None:
@@ -163,9 +153,7 @@ def _make(directory: Path) -> None:
     """Create the directory and its parents, only below a directory that this user owns. Raises
     OSError.
     """
-    above = next(
-        parent for parent in (directory, *directory.parents) if parent.exists()
-    )
+    above = nearest(directory)
     # With another user's HOME, root would leave directories there that the user cannot write. All
     # users may use /dev/shm.
     if above != Path("/dev/shm") and above.stat().st_uid != os.geteuid():

@@ -7,19 +7,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pagoda.base.trusted_files import user_state_directory
+
 TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
 _LONGEST_BYTES = 4096
 
 
 def default_token_file() -> Path:
     """Return the path of this user's token file."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = (
-        Path(state)
-        if os.path.isabs(state)
-        else Path(os.path.expanduser("~"), ".local", "state")
-    )
-    return base / "pagoda" / "serve-token"
+    return user_state_directory() / "serve-token"
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pagoda.base.cgroup_memory import cgroup_free_bytes, cgroup_rooms
 from pagoda.base.errors import NoRoomError, StoreError
-from pagoda.base.file_space import size_in_words
+from pagoda.base.file_space import opened, size_in_words
 from pagoda.base.file_systems import filesystem, nearest
 
 _REMOTE = (
@@ -76,23 +76,21 @@ def require_locks(directory: Path) -> None:
 
     It takes the kind of lock that a store takes, on the directory where the store will be.
     """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(
-            fd,
-            fcntl.F_OFD_SETLK,
-            _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _PROBED_BYTE, 1, 0),
-        )
-    except OSError as error:
-        raise StoreError(
-            f"{directory}: here a process cannot lock an open file (fcntl F_OFD_SETLK: "
-            f"{error.strerror}), so "
-            "processes could overwrite each other's chunks: some sandboxes (gVisor, seccomp "
-            "filters) have no such "
-            "locks; run outside of it, or without local tiers (host_size = 0, disk_size = 0)"
-        ) from error
-    finally:
-        os.close(fd)
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        try:
+            fcntl.fcntl(
+                fd,
+                fcntl.F_OFD_SETLK,
+                _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _PROBED_BYTE, 1, 0),
+            )
+        except OSError as error:
+            raise StoreError(
+                f"{directory}: here a process cannot lock an open file (fcntl F_OFD_SETLK: "
+                f"{error.strerror}), so "
+                "processes could overwrite each other's chunks: some sandboxes (gVisor, seccomp "
+                "filters) have no such "
+                "locks; run outside of it, or without local tiers (host_size = 0, disk_size = 0)"
+            ) from error
 
 
 def is_in_memory(directory: Path) -> bool:

@@ -25,7 +25,6 @@ operating system only.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import grp
 import hashlib
@@ -34,12 +33,13 @@ import os
 import pwd
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.file_space import opened
 
 FOUND_NAME = "pagoda.toml"
 FOUND_OPTIONS = frozenset(
@@ -168,6 +168,16 @@ def user_config_directory(
     return Path(base, "pagoda") if os.path.isabs(base) else None
 
 
+def user_state_directory() -> Path:
+    """Return where this user's programs keep what they note down; relative if the system knows no
+    home directory.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        state = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(state, "pagoda")
+
+
 def writable_by_others(
     status: os.stat_result, fd: int, any_owner: bool = False
 ) -> str:
@@ -238,7 +248,7 @@ def read_named(
         OSError: it cannot be read.
     """
     place = os.path.abspath(path)
-    with _descriptor(place) as fd:
+    with opened(place, _READ) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(
@@ -259,15 +269,6 @@ def _own_it(path: str, status: os.stat_result) -> str:
     if status.st_uid in (0, os.geteuid()):
         return f"chmod go-w {word}"
     return f"as root: chown {os.geteuid()} {word} && chmod go-w {word}"
-
-
-@contextlib.contextmanager
-def _descriptor(path: str) -> Iterator[int]:
-    fd = os.open(path, _READ)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _content(fd: int, most_bytes: int | None = None) -> bytes:
@@ -305,7 +306,7 @@ def read_found(
 
 def _any_content(path: str) -> bytes:
     """Return the content of a file of any owner. Raises ConfigError, OSError."""
-    with _descriptor(path) as fd:
+    with opened(path, _READ) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{one_line(path)}: is not a regular file")
         content = _content(fd, MOST_BYTES)
@@ -540,10 +541,10 @@ def _allowed_digest(path: str, environ: Mapping[str, str] | None) -> str | None:
     try:
         directory = _notes(environ)
         for place in (directory, directory.parent):
-            with _descriptor(str(place)) as fd:
+            with opened(place, _READ) as fd:
                 if writable_by_others(os.fstat(fd), fd):
                     return None
-        with _descriptor(str(directory / _note_name(path))) as fd:
+        with opened(directory / _note_name(path), _READ) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or writable_by_others(status, fd):
                 return None

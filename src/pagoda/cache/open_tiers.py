@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pagoda.base import recorded_tiers
 from pagoda.base.clock import Clock
 from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_systems import nearest
 from pagoda.base.log import guarded_logger
 from pagoda.base.store_place import free_bytes
 from pagoda.cache.late_tier import BoundedCall, LateTier
@@ -22,7 +23,6 @@ from pagoda.config.sizes import (
     FILESYSTEM_SHARE,
     auto_bytes,
     format_size,
-    nearest_existing,
 )
 from pagoda.config.sources import file_of
 from pagoda.layout import KVLayout
@@ -164,7 +164,7 @@ def _smaller(
     """Return the bytes that there is room for now, less than `size_bytes`; 0 if not for one chunk.
     Logs it.
     """
-    free = free_bytes(nearest_existing(Path(config.host_path)), in_memory=True)
+    free = free_bytes(nearest(Path(config.host_path)), in_memory=True)
     room = (
         max(0, int(free * FILESYSTEM_SHARE) - _LEDGER_BYTES) * layout.slot_bytes
     )

@@ -360,35 +360,24 @@ class _Block(NamedTuple):
 def _block(
     where: tuple[slice, ...], shape: tuple[int, ...], plane: int, word_bytes: int
 ) -> _Block:
-    size = math.prod(shape)
+    rows = wide = shape
     if plane:
         count = shape[0] * shape[1]
-        length = shape[2] * shape[3]
-        rows: tuple[int, ...] = (count, length)
-        return _Block(
-            where,
-            shape,
-            rows,
-            rows,
-            -1,
-            size,
-            count,
-            count * word_bytes,
-            count * (word_bytes + 2),
-        )
-    many, tokens, channels = shape
-    count = many * channels
-    while tokens % 2 == 0 and 2 * channels <= _WIDE:
-        tokens = tokens // 2
-        channels = 2 * channels
-    wide = many, tokens, channels
+        rows = wide = count, shape[2] * shape[3]
+    else:
+        many, tokens, channels = shape
+        count = many * channels
+        while tokens % 2 == 0 and 2 * channels <= _WIDE:
+            tokens = tokens // 2
+            channels = 2 * channels
+        wide = many, tokens, channels
     return _Block(
         where,
         shape,
-        shape,
+        rows,
         wide,
-        1,
-        size,
+        -1 if plane else 1,
+        math.prod(shape),
         count,
         count * word_bytes,
         count * (word_bytes + 2),

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from pagoda.base.cgroup_memory import memory_limit_bytes
+from pagoda.base.file_systems import nearest
 
 UNITS: dict[str, int] = {
     "B": 1,
@@ -113,17 +114,9 @@ def auto_bytes(directory: Path | None) -> int:
     """
     size_bytes = int(memory_limit_bytes() * AUTO_SHARE)
     if directory is not None:
-        room = os.statvfs(nearest_existing(directory))
+        room = os.statvfs(nearest(directory))
         if room.f_blocks:  # a tmpfs without a size limit says 0
             size_bytes = min(
                 size_bytes, int(room.f_blocks * room.f_frsize * FILESYSTEM_SHARE)
             )
     return size_bytes // 2**20 * 2**20
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return `path` or the nearest of its parents that exists."""
-    for candidate in (path, *path.parents):
-        if candidate.exists():
-            return candidate
-    return Path("/")

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from pagoda.base.clock import Deadline
 from pagoda.base.fork import per_process
+from pagoda.base.oldest import drop_oldest
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.cache.caller_hints import LATER
@@ -317,8 +318,7 @@ class Endings:
     def _remember(self, parent: bytes, tail: int) -> None:
         with self._lock:
             self._seen.setdefault(parent, set()).add(tail)
-            while len(self._seen) > _MOST_REMEMBERED:
-                del self._seen[next(iter(self._seen))]
+            drop_oldest(self._seen, _MOST_REMEMBERED)
 
 
 class _Parts:

@@ -31,6 +31,7 @@ import numpy as np
 
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.oldest import drop_oldest
 from pagoda.base.signal_safe_threads import Event, begin
 from pagoda.kv_events.notes import (
     ChunkNote,
@@ -244,8 +245,7 @@ class StoredEvents:
                 self._gone.pop(root, None)
             if before not in (None, root) and before not in self._gone:
                 self._gone[before] = None
-                if len(self._gone) > _FEW_ROOTS:
-                    del self._gone[next(iter(self._gone))]
+                drop_oldest(self._gone, _FEW_ROOTS)
                 self._roots.discard(before)
                 self._renewed = True
         self.look()

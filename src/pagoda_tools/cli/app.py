@@ -4,7 +4,8 @@ them takes longer than most of them run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, cast
@@ -24,48 +25,29 @@ if TYPE_CHECKING:
 _ROOM = "pagoda_tools.cli"
 
 
-class CommandTable(MutableMapping[str, "Command"]):
+class CommandTable(UserDict[str, "Command"]):
     """The commands by name, in the order of the help. Not thread-safe."""
 
     def __init__(self, makers: dict[str, Callable[[], Command]]) -> None:
         """`makers`: each makes one command, when it is first asked for."""
+        super().__init__()
         self._makers = makers
-        self._made: dict[str, Command] = {}
+        # a command takes the place of its maker
+        self.data.update(dict.fromkeys(makers))  # type: ignore[arg-type]
 
     def __getitem__(self, name: str) -> Command:
         """Return a command; KeyError if there is none of that name."""
-        if name not in self._made:
+        if self.data[name] is None:
             made = self._makers[name]()
             made.name = name
             show_as_written(made)
-            self._made[name] = made
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Command) -> None:
-        """Add or replace a command."""
-        self._makers[name] = lambda: command
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        """Remove a command; KeyError if there is none of that name."""
-        del self._makers[name]
-        self._made.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names; makes no command."""
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        """Return how many commands there are."""
-        return len(self._makers)
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether there is a command of that name; makes none."""
-        return name in self._makers
+            self.data[name] = made
+        return self.data[name]
 
 
-def _command(room: str, name: str) -> Command:
+def _command(name: str) -> Command:
     """Make the command of a function that has the same name."""
+    room = _PLACES.get(name, name)
     function = getattr(import_module(f"{_ROOM}.{room}"), name)
     return _made_of(documented(function))
 
@@ -104,30 +86,41 @@ def _llama_server() -> Command:
     )
 
 
-_COMMANDS: dict[str, Callable[[], Command]] = {
-    "stats": partial(_command, "stats", "stats"),
-    "top": partial(_command, "top", "top"),
-    "ls": partial(_command, "ls", "ls"),
-    "check": partial(_command, "check", "check"),
-    "clear": partial(_command, "clear", "clear"),
-    "remove": partial(_command, "remove", "remove"),
-    "pin": partial(_command, "pin", "pin"),
-    "unpin": partial(_command, "pin", "unpin"),
-    "explain": partial(_command, "explain", "explain"),
-    "bench": partial(_command, "bench", "bench"),
-    "replay": partial(_command, "replay", "replay"),
-    "size": partial(_command, "size", "size"),
-    "serve": partial(_command, "serve", "serve"),
-    "warm": partial(_command, "warm", "warm"),
-    "quality": partial(_command, "quality", "quality"),
-    "models": partial(_command, "models", "models"),
+# the modules of commands, where they have another name
+_PLACES = {"unpin": "pin", "demo": "demo.demo_command"}
+# those that are made in another way than of a function
+_MAKERS: dict[str, Callable[[], Command]] = {
     "record": _record,
-    "demo": partial(_command, "demo.demo_command", "demo"),
     "llama-server": _llama_server,
     "config": partial(_group, "config"),
     "vllm": partial(_group, "vllm"),
     "sglang": partial(_group, "sglang"),
 }
+# in the order of the help
+_NAMES = (
+    "stats",
+    "top",
+    "ls",
+    "check",
+    "clear",
+    "remove",
+    "pin",
+    "unpin",
+    "explain",
+    "bench",
+    "replay",
+    "size",
+    "serve",
+    "warm",
+    "quality",
+    "models",
+    "record",
+    "demo",
+    "llama-server",
+    "config",
+    "vllm",
+    "sglang",
+)
 
 app = typer.Typer(
     name="pagoda",
@@ -157,4 +150,6 @@ def root(
 program = typer.main.get_command(app)
 assert isinstance(program, TyperGroup)
 show_as_written(program)
-program.commands = CommandTable(_COMMANDS)
+program.commands = CommandTable(
+    {name: _MAKERS.get(name, partial(_command, name)) for name in _NAMES}
+)

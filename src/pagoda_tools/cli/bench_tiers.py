@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base import recorded_tiers
+from pagoda.base.file_systems import nearest
 from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.config import Config
-from pagoda.config.sizes import nearest_existing
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
@@ -299,7 +299,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
     """Create a directory for a store, and remove it at the end. Raises FailedError if there is too
     little space.
     """
-    parent = nearest_existing(parent)
+    parent = nearest(parent)
     room = os.statvfs(parent)
     if room.f_bavail * room.f_frsize < need_bytes + _LEDGER_BYTES:
         raise FailedError(

@@ -329,12 +329,12 @@ def _troubles(config: Config) -> list[str]:
     from pagoda.base import store_place
     from pagoda.base.cgroup_memory import memory_limit_bytes
     from pagoda.base.errors import StoreError
-    from pagoda.config.sizes import nearest_existing
+    from pagoda.base.file_systems import nearest
 
     found = []
     shown = printing.size
     for tier, root in config.roots().items():
-        place = nearest_existing(root)
+        place = nearest(root)
         if not os.access(place, os.W_OK):
             found.append(
                 f"{tier}_path = {root}: {place} cannot be written; choose another directory"

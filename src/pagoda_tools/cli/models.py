@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from pagoda_tools.cli import UsageError, printing, require_transformers
+from pagoda_tools.cli.stores import AsJson
 from pagoda_tools.cli.text_tables import wrapped
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ def models(
             help="Only these types, as `model_type` in a model's config.json.",
         ),
     ] = None,
-    json_: Annotated[
-        bool, Option("--json", help="Print one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show which types of Transformers models `CachedModel` serves, and why not the others.
 
@@ -50,8 +49,8 @@ def models(
     known = known_types()
     chosen = list(types or known)
     _check_known(chosen, known)
-    found = _asked(chosen, json_)
-    if json_:
+    found = _asked(chosen, as_json)
+    if as_json:
         printing.print_json(
             {
                 "pagoda": __version__,
@@ -91,11 +90,11 @@ def summary(found: list[ServedType]) -> str:
     )
 
 
-def _asked(chosen: list[str], json_: bool) -> list[ServedType]:
+def _asked(chosen: list[str], as_json: bool) -> list[ServedType]:
     from pagoda.connectors.transformers.model_types import served_types
 
     found = []
-    with printing.progress(json_) as bar:
+    with printing.progress(as_json) as bar:
         task = bar.add_task("asking", total=len(chosen))
         for one in served_types(chosen):
             found.append(one)

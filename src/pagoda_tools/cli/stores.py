@@ -315,10 +315,8 @@ def _is_gone(store: Path) -> bool:
     """
     try:
         store.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as trouble:
+        return isinstance(trouble, FileNotFoundError)
     return False
 
 

@@ -145,7 +145,6 @@ class _Sampler:
             if self.named.names(store)
             else remark(store, trouble)
             for store, trouble in broken.items()
-            if not _is_gone(store)
         }
         remotes = [
             remote
@@ -180,15 +179,6 @@ class _Sampler:
             self.history.append(_moment(rose, seconds))
         self._before = sample
         return sample
-
-
-def _is_gone(store: Path) -> bool:
-    """Whether a store was removed after it was found."""
-    try:
-        store.stat()
-    except OSError as trouble:
-        return isinstance(trouble, FileNotFoundError)
-    return False
 
 
 def _increases(

@@ -5,16 +5,16 @@ and reads them.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.file_lock import lock_file
-from pagoda.base.file_space import make_directory
+from pagoda.base.file_space import make_directory, opened
+from pagoda.base.file_systems import nearest
 from pagoda.base.quality_verdict import (
     FORMAT,
     VERSION,
@@ -23,6 +23,7 @@ from pagoda.base.quality_verdict import (
     VerdictHead,
     read_verdict,
 )
+from pagoda.base.synced_files import written_beside
 
 _LOCK_SECONDS = 10.0  # the lock is held only for moments
 
@@ -117,16 +118,13 @@ def _alone_in(directory: Path) -> Iterator[None]:
     """Keep other processes from writing verdicts in a directory. OSError if another process writes
     for too long.
     """
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(directory, os.O_RDONLY) as lock:
         if lock_file(lock, _LOCK_SECONDS) is False:
             raise TimeoutError(
                 0,
                 "another process writes there and does not end: look for a stopped pagoda quality",
             )
         yield
-    finally:
-        os.close(lock)
 
 
 def check_place(path: str | Path) -> None:
@@ -147,9 +145,7 @@ def check_place(path: str | Path) -> None:
     if is_file:
         _check_verdict(path)
     # the file is replaced, so its directory must be writable
-    place = Path(os.path.realpath(path)).parent if is_file else path
-    while not place.exists():
-        place = place.parent
+    place = nearest(Path(os.path.realpath(path)).parent if is_file else path)
     if path != place and not place.is_dir():
         raise ConfigError(
             f"{path}: cannot be written: {place} is not a directory"
@@ -187,11 +183,6 @@ def _replace(path: Path, verdict: Verdict) -> None:
     text = msgspec.json.format(
         msgspec.json.encode(verdict, order="sorted"), indent=2
     )
-    handle, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with ExitStack() as undo:
-        undo.callback(os.unlink, other)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text + b"\n")
-        os.chmod(other, 0o644)  # engines of other users read it
-        os.replace(other, path)
-        undo.pop_all()
+    with written_beside(path, text + b"\n") as fresh:
+        fresh.chmod(0o644)  # engines of other users read it
+        fresh.replace(path)

@@ -37,7 +37,7 @@ from pagoda.base.serve_token_file import (
     default_token_file,
     is_own,
 )
-from pagoda.base.synced_files import remove_abandoned
+from pagoda.base.synced_files import written_beside
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""
@@ -323,14 +323,9 @@ class AccessRules:
         cookie = request.cookies.get(COOKIE)
         if cookie is None or not self._sessions.knows(cookie):
             return False
-        origin = request.headers.get("Origin")
-        own = origin is None or origin.partition("://")[2] == request.headers.get(
-            "Host", ""
-        )
-        return (
-            own
-            if request.method in ("GET", "HEAD")
-            else own and origin is not None
+        is_look = request.method in ("GET", "HEAD")
+        return names_this_server(request) and (
+            is_look or "Origin" in request.headers
         )
 
     def lets_in(self, request: web.Request) -> bool:
@@ -361,6 +356,13 @@ class AccessRules:
     def is_token(self, text: str) -> bool:
         """Return whether `text` is the token, in the same time for any text."""
         return self._token is not None and _equal(text, self._token)
+
+
+def names_this_server(request: web.Request) -> bool:
+    """Return whether a request names no other site's page as its origin."""
+    origin = request.headers.get("Origin")
+    host = request.headers.get("Host", "")
+    return origin is None or origin.partition("://")[2] == host
 
 
 def _note(request: web.Request, is_trusted: bool) -> None:
@@ -540,27 +542,15 @@ def _make_token(path: Path) -> None:
     """Write a new token, unless another server was first. A failure leaves nothing behind. Raises
     ConfigError.
     """
-    # not the process id: the server of a container has the same at each start
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    token = secrets.token_urlsafe(32) + "\n"
     try:
         make_directory(path.parent)
-        remove_abandoned(path.parent, f".{path.name}-*")
-        try:
-            with open(
-                fresh,
-                "x",
-                opener=lambda name, flags: os.open(
-                    name, flags | os.O_CLOEXEC, 0o600
-                ),
-            ) as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        with (
+            written_beside(path, token.encode()) as fresh,
             # if another server was first, its token is used
-            with contextlib.suppress(FileExistsError):
-                os.link(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
+            contextlib.suppress(FileExistsError),
+        ):
+            os.link(fresh, path)
     except OSError as error:
         raise ConfigError(
             f"{path}: a token cannot be written: {error.strerror}; name a file with --token-file"

@@ -116,6 +116,11 @@ def _named(request: web.Request, part: str) -> bytes:
     return bytes.fromhex(text)
 
 
+def _names(request: web.Request) -> tuple[bytes, bytes]:
+    """Return the namespace and the key in a URL. Raises HTTPBadRequest if one is invalid."""
+    return _named(request, "namespace"), _named(request, "key")
+
+
 def _miss(reason: Reason) -> web.Response:
     status = (
         503
@@ -129,8 +134,7 @@ def _miss(reason: Reason) -> web.Response:
 
 
 async def _head(request: web.Request) -> web.StreamResponse:
-    namespace = _named(request, "namespace")
-    key = _named(request, "key")
+    namespace, key = _names(request)
     found = await request.app[CALLS].run(
         request.app[STORES].locate, namespace, key
     )
@@ -150,8 +154,7 @@ def _value_headers(store: ServedStore) -> dict[str, str]:
 
 
 async def _get(request: web.Request) -> web.StreamResponse:
-    namespace = _named(request, "namespace")
-    key = _named(request, "key")
+    namespace, key = _names(request)
     stores = request.app[STORES]
     calls = request.app[CALLS]
     located = await calls.run(stores.locate_with_header, namespace, key)
@@ -277,8 +280,7 @@ async def _find(request: web.Request) -> web.Response:
 
 
 async def _put(request: web.Request) -> web.Response:
-    namespace = _named(request, "namespace")
-    key = _named(request, "key")
+    namespace, key = _names(request)
     stores = request.app[STORES]
     calls = request.app[CALLS]
     length = request.content_length
@@ -354,8 +356,7 @@ def _store(
 
 
 async def _delete(request: web.Request) -> web.Response:
-    namespace = _named(request, "namespace")
-    key = _named(request, "key")
+    namespace, key = _names(request)
     if request.app[READ_ONLY]:
         return refusal(403, "read_only")
     removed = await request.app[CALLS].run(

@@ -436,29 +436,15 @@ def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:
         _REACHABLE,
         [((tier,), int(usage is not None)) for tier, usage in remotes.items()],
     )
-    for family, nbytes in (
-        (
-            _USED,
-            {
-                tier: usage.used_bytes
-                for tier, usage in remotes.items()
-                if usage is not None
-            },
-        ),
-        (
-            _LIMIT,
-            {
-                tier: usage.limit_bytes
-                for tier, usage in remotes.items()
-                if usage is not None
-            },
-        ),
-    ):
+    for family, size in ((_USED, "used_bytes"), (_LIMIT, "limit_bytes")):
+        sizes = {
+            tier: getattr(usage, size, None) for tier, usage in remotes.items()
+        }
         yield _metric(
             family,
             [
                 ((tier,), value)
-                for tier, value in nbytes.items()
+                for tier, value in sizes.items()
                 if value is not None
             ],
         )

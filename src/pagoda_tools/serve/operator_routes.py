@@ -28,6 +28,7 @@ from pagoda_tools.serve.access import (
     AccessRules,
     Handler,
     TooManyWrongTokens,
+    names_this_server,
     refusal,
 )
 from pagoda_tools.serve.blocking_calls import CALLS, BlockingCallPool
@@ -157,11 +158,8 @@ class OperatorRoutes:
         """
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            headers = request.headers
-            origin = headers.get("Origin")
-            host = headers.get("Host", "")
-            from_here = origin is None or origin.partition("://")[2] == host
-            from_here &= headers.get("Sec-Fetch-Site", "none") in (
+            site = request.headers.get("Sec-Fetch-Site", "none")
+            from_here = names_this_server(request) and site in (
                 "same-origin",
                 "none",
             )

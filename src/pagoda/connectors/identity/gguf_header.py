@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         size = os.fstat(file.fileno()).st_size
         length = _FIRST_BYTES
         while True:
-            head = _leading_bytes(file.fileno(), min(length, size))
+            head = b"".join(read_pieces(file.fileno(), 0, min(length, size)))
             try:
                 return _Parser(path, head).header(size)
             except _TooShort:
@@ -101,16 +102,14 @@ def shards_of(path: Path, values: dict[str, Scalar]) -> list[Path]:
     ]
 
 
-def _leading_bytes(file: int, length: int) -> bytes:
-    pieces = []
-    at = 0
-    while at < length:
-        piece = os.pread(file, min(length - at, 8 << 20), at)
+def read_pieces(file: int, start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes of a range in pieces. Raises OSError if the file ends before it."""
+    while start < end:
+        piece = os.pread(file, min(end - start, 8 << 20), start)
         if not piece:
             raise OSError("a weight file became shorter while it was read")
-        pieces.append(piece)
-        at += len(piece)
-    return b"".join(pieces)
+        yield piece
+        start += len(piece)
 
 
 class _Parser:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
 
 from pagoda.base.signal_safe_threads import Pool
-from pagoda.connectors.identity.gguf_header import MAGIC, read_gguf_header
+from pagoda.connectors.identity.gguf_header import (
+    MAGIC,
+    read_gguf_header,
+    read_pieces,
+)
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20
@@ -62,7 +66,7 @@ def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
         found.update(size.to_bytes(8, "little"))
         for start, end in _ranges(path, file.fileno(), size, budget_bytes):
             found.update(struct.pack("<QQ", start, end))
-            for piece in _read(file.fileno(), start, end):
+            for piece in read_pieces(file.fileno(), start, end):
                 found.update(piece)
     return str(found.hexdigest())
 
@@ -108,7 +112,7 @@ def _tensors(
             f"{path} is not a safetensors file, or was cut: its header would be {length} bytes"
         )
     try:
-        header = json.loads(b"".join(_read(file, 8, body)))
+        header = json.loads(b"".join(read_pieces(file, 8, body)))
         offsets = [
             entry["data_offsets"]
             for name, entry in header.items()
@@ -138,13 +142,3 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _read(file: int, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes of a range in pieces. Raises OSError if the file ends before it."""
-    while start < end:
-        piece = os.pread(file, min(end - start, 8 << 20), start)
-        if not piece:
-            raise OSError("a weight file became shorter while it was read")
-        yield piece
-        start += len(piece)

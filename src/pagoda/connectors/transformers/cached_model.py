@@ -26,6 +26,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
+from pagoda.base.oldest import drop_oldest
 from pagoda.blend import (
     SelectionPolicy,
     as_documents,
@@ -48,6 +49,7 @@ from pagoda.connectors.transformers.batch_rows import (
     mask_of,
     rows_of,
 )
+from pagoda.connectors.transformers.cache_shape import repeat
 from pagoda.connectors.transformers.call_arguments import (
     as_keywords,
     over_given_kv,
@@ -1231,7 +1233,7 @@ class CachedModel(ModelFacade):
             if computed.why_not:
                 self.last = self._without(rows, computed.why_not, None)
             if prompts.repeats > 1:
-                stateful.repeat(computed.cache, prompts.repeats)
+                repeat(computed.cache, prompts.repeats)
             with stateful.counting(computed.cache):
                 out = self._generate_from(computed.cache, input_ids, mask, kwargs)
         return out, computed
@@ -1546,9 +1548,8 @@ class CachedModel(ModelFacade):
         if present == self._probed_under:
             return ""
         if present not in self._layouts:
-            while len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.pop(next(iter(self._layouts)))
             self._layouts[present] = self._probed_trouble(autocast)
+            drop_oldest(self._layouts, _MOST_LAYOUTS)
         return self._layouts[present]
 
     def _probed_trouble(self, autocast: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from pagoda.base.oldest import drop_oldest
 from pagoda.connectors.transformers.cache_shape import CacheShape
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache
 from pagoda.connectors.transformers.media_items import CONTENT, TYPES, Media
@@ -50,9 +51,8 @@ class MediaTrials:
         self._set(media, under, "")
 
     def _set(self, media: Media, under: Hashable, trouble: str) -> None:
-        while len(self._troubles) >= _MOST_FORMS:
-            self._troubles.pop(next(iter(self._troubles)))
         self._troubles[under, media.form] = trouble
+        drop_oldest(self._troubles, _MOST_FORMS)
 
     def try_out(
         self,

@@ -23,6 +23,14 @@ _EXACT_VARIABLES = ("", "STRICT")
 _EXACT_PRECISIONS = ("none", "ieee")  # of float32 products; "none" is the default
 # of `torch.nn.attention.SDPBackend`: flash, efficient, math
 _KERNEL_ORDER = (1, 2, 0)
+# name in the namespace | of `torch.backends.cuda.matmul`; an older torch lacks some | its default
+_MATMUL_FLAGS = (
+    ("fp16_reduced", "allow_fp16_reduced_precision_reduction", True),
+    ("bf16_reduced", "allow_bf16_reduced_precision_reduction", True),
+    ("fp16_split_k", "allow_fp16_reduced_precision_reduction_split_k", True),
+    ("bf16_split_k", "allow_bf16_reduced_precision_reduction_split_k", True),
+    ("fp16_accumulation", "allow_fp16_accumulation", False),
+)
 
 
 class Numerics(NamedTuple):
@@ -86,50 +94,12 @@ def _precisions(kinds: Iterable[str]) -> list[str]:
         found.append("no_mkldnn")
     if "cuda" in kinds:
         cuda: Any = backends.cuda
-        matmul = cuda.matmul
-        found += _other_flags(
-            (
-                (
-                    "fp16_reduced",
-                    matmul.allow_fp16_reduced_precision_reduction,
-                    True,
-                ),
-                (
-                    "bf16_reduced",
-                    matmul.allow_bf16_reduced_precision_reduction,
-                    True,
-                ),
-                # not in older versions of torch
-                (
-                    "fp16_split_k",
-                    getattr(
-                        matmul,
-                        "allow_fp16_reduced_precision_reduction_split_k",
-                        True,
-                    ),
-                    True,
-                ),
-                (
-                    "bf16_split_k",
-                    getattr(
-                        matmul,
-                        "allow_bf16_reduced_precision_reduction_split_k",
-                        True,
-                    ),
-                    True,
-                ),
-                (
-                    "fp16_accumulation",
-                    getattr(matmul, "allow_fp16_accumulation", False),
-                    False,
-                ),
-                (
-                    "math_sdp_reduced",
-                    cuda.fp16_bf16_reduction_math_sdp_allowed(),
-                    False,
-                ),
-            )
-        )
+        flags = [
+            (name, getattr(cuda.matmul, setting, default), default)
+            for name, setting, default in _MATMUL_FLAGS
+        ]
+        reduced = cuda.fp16_bf16_reduction_math_sdp_allowed()
+        found += _other_flags([*flags, ("math_sdp_reduced", reduced, False)])
     return found
 
 
@@ -165,16 +135,12 @@ def _attention_kernels(kinds: Iterable[str]) -> list[str]:
     import torch
 
     cuda: Any = torch.backends.cuda
-    flags = [
-        ("flash_sdp", cuda.flash_sdp_enabled(), True),
-        ("math_sdp", cuda.math_sdp_enabled(), True),
-    ]
+    names = ["flash_sdp", "math_sdp"]
     if "cuda" in kinds:
-        flags.append(
-            ("mem_efficient_sdp", cuda.mem_efficient_sdp_enabled(), True)
-        )
-        flags.append(("cudnn_sdp", cuda.cudnn_sdp_enabled(), True))
-    found = _other_flags(flags)
+        names += ["mem_efficient_sdp", "cudnn_sdp"]
+    found = _other_flags(
+        [(name, getattr(cuda, f"{name}_enabled")(), True) for name in names]
+    )
     if "cuda" in kinds and (order := _kernel_order()) != _KERNEL_ORDER:
         found.append(f"sdp_order={order}")
     return found
@@ -217,18 +183,9 @@ def _implementations(model: Any) -> list[str]:
         None,
     )
     found = []
-    for name, chooser in (
-        ("attention", "get_correct_attn_implementation"),
-        ("experts", "get_correct_experts_implementation"),
-    ):
-        used = getattr(
-            config,
-            "_attn_implementation"
-            if name == "attention"
-            else "_experts_implementation",
-            None,
-        )
-        choose = getattr(owner, chooser, None)
+    for name, part in (("attention", "attn"), ("experts", "experts")):
+        used = getattr(config, f"_{part}_implementation", None)
+        choose = getattr(owner, f"get_correct_{part}_implementation", None)
         if used is None or choose is None:
             continue
         if used != choose(None):

@@ -208,9 +208,7 @@ def _probed(model: Any) -> CacheShape:
     import torch
 
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    numbers = torch.arange(_HELD + _BLOCKS, device=model.device)
-    # small ids, as the special tokens of most models are the last
-    ids = ((numbers * 13) % 61 + 1)[None] % vocabulary
+    ids = _small_ids(model, _HELD + _BLOCKS) % vocabulary
     mask = torch.ones_like(ids)
 
     cache = empty_cache(model)
@@ -255,6 +253,15 @@ def _probed(model: Any) -> CacheShape:
     return shape
 
 
+def _small_ids(model: Any, number: int) -> Any:
+    """Return a prompt, [1, number], of small ids: the special tokens of most models are the last
+    ones.
+    """
+    import torch
+
+    return (torch.arange(number, device=model.device) * 13 % 61 + 1)[None]
+
+
 def _probe_full_window(model: Any, shape: CacheShape, cache: Any) -> None:
     """Compare the same behind a full window, whose rows are those of `cache` again and again."""
     import torch
@@ -278,9 +285,7 @@ def _probe_full_window(model: Any, shape: CacheShape, cache: Any) -> None:
         if form.rows == "window":
             layer.cumulative_length = held
     ending = read_ending(shape, cache, 0, held, _NO_CHUNKS)
-    vocabulary = config.vocab_size
-    numbers = torch.arange(held + _BEHIND_WINDOW, device=model.device)
-    ids = ((numbers * 13) % 61 + 1)[None] % vocabulary
+    ids = _small_ids(model, held + _BEHIND_WINDOW) % config.vocab_size
     behind = _Behind(model, shape, ending, ids, torch.ones_like(ids), held)
     many = behind.in_one_pass(_BEHIND_WINDOW)
     difference = _difference(many, behind.one_by_one(_BEHIND_WINDOW))

@@ -35,7 +35,6 @@ from pagoda.connectors.transformers.cache_shape import (
     fill_cache,
     is_at,
     read_ending,
-    repeat,
 )
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.hook_watch import HookChanges
@@ -315,10 +314,6 @@ class StatefulPrompts:
         from pagoda.connectors.transformers.linear_cache import count_passes
 
         count_passes(self._model, cache)
-
-    def repeat(self, cache: Any, repeats: int) -> None:
-        """Make so many rows of each row of a cache."""
-        repeat(cache, repeats)
 
     def counting(self, cache: Any) -> AbstractContextManager[None]:
         """Return a context in which a cache that does not know its length is told of passes."""

@@ -10,10 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar
 
+from pagoda.base.file_systems import nearest
 from pagoda.base.log import guarded_logger
 from pagoda.base.store_place import free_bytes, free_memory_bytes
 from pagoda.config import Config
-from pagoda.config.sizes import auto_bytes, format_size, nearest_existing
+from pagoda.config.sizes import auto_bytes, format_size
 from pagoda.layout import KVLayout
 from pagoda.ledger.root_usage import holdings, root_limit
 
@@ -45,7 +46,7 @@ class UnwrittenSize(Config):
             return _whole(min(MOST_BYTES, free // FREE_SHARE, auto_bytes(None)))
         root = Path(self.host_path)
         held, limit = _held_and_limit(root)
-        free = free_bytes(nearest_existing(root), in_memory=True)
+        free = free_bytes(nearest(root), in_memory=True)
         # what it holds is not free, and was taken before: a start neither counts it as another
         # program's nor gives it away
         spare = min(MOST_BYTES, (free + held) // FREE_SHARE, auto_bytes(root))

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from pagoda.base.clock import Deadline
 from pagoda.base.errors import StoreError
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache
 from pagoda.cache.cache import forget
 from pagoda.config import Config
@@ -17,6 +19,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 T = TypeVar("T")
+_END_SECONDS = 5.0
 
 _lock = threading.Lock()
 _uses: dict[str, int] = {}
@@ -66,6 +69,15 @@ def _use_less(name: str) -> None:
     """Take one use back, of a cache that could not be opened."""
     with _lock:
         _uses[name] -= 1
+
+
+def end_threads(loads: Pool, saves: Pool) -> None:
+    """End the running copies, in bounded time; loads that have not begun are cancelled first."""
+    loads.shutdown(wait=False, cancel_futures=True)
+    deadline = Deadline(_END_SECONDS)
+    for threads in (loads, saves):
+        threads.join(deadline.remaining())
+    saves.shutdown(wait=False, cancel_futures=True)
 
 
 def let_go(cache: Cache, timeout: float = 5.0) -> None:

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from pagoda.base.clock import Deadline
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Answer, Pool, wait
@@ -35,7 +34,7 @@ from pagoda.connectors.vllm.metadata import (
 )
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import PrefillSteps
-from pagoda.connectors.vllm.shared_caches import let_go, opened
+from pagoda.connectors.vllm.shared_caches import end_threads, let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes
@@ -52,7 +51,6 @@ _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0005
-_END_SECONDS = 5.0
 # device memory for waiting snapshots; one chunk is always allowed
 _MOST_SNAPSHOT_BYTES = 512 << 20
 # at most a quarter of the device memory that vLLM's own plan leaves free
@@ -416,11 +414,7 @@ class PagodaWorker:
 
     def shutdown(self) -> None:
         """End the running copies, then release the cache; ends in bounded time. Idempotent."""
-        self._load_threads.shutdown(wait=False, cancel_futures=True)
-        deadline = Deadline(_END_SECONDS)
-        for threads in (self._load_threads, self._save_threads):
-            threads.join(deadline.remaining())
-        self._save_threads.shutdown(wait=False, cancel_futures=True)
+        end_threads(self._load_threads, self._save_threads)
         cache = self._cache
         self._cache = None
         if cache is not None:

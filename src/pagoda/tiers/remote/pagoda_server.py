@@ -128,7 +128,7 @@ class PagodaServerConnection(StoreConnection):
         """Return how many leading keys are present: one round trip for thousands of keys."""
         for start in range(0, len(keys), _FIND_KEYS):
             batch = keys[start : start + _FIND_KEYS]
-            found = self._find(namespace, batch, until)
+            found, _ = self._asked(namespace, batch, until)
             if found < len(batch):
                 return start + found
         return len(keys)
@@ -157,9 +157,6 @@ class PagodaServerConnection(StoreConnection):
                 )
             here += [digit == "1" for digit in each]
         return here
-
-    def _find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        return self._asked(namespace, keys, until)[0]
 
     def _asked(
         self,

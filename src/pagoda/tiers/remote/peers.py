@@ -26,6 +26,7 @@ from pagoda.base.clock import Clock
 from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.oldest import drop_oldest
 from pagoda.base.signal_safe_threads import Condition, Pool
 from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.breaker import CircuitBreaker
@@ -252,7 +253,7 @@ class PeersClient(StoreClient):
                     self._holders[key] = holders + silent
             begin = end
         with self._lock:
-            self._drop_oldest()
+            drop_oldest(self._holders, _MOST_KEYS)
 
     def record_each(
         self, keys: Sequence[bytes], answers: Mapping[Peer, Sequence[bool]]
@@ -271,11 +272,7 @@ class PeersClient(StoreClient):
                     others = self._holders.pop(key, ())
                     silent = tuple(peer for peer in others if peer not in answers)
                     self._holders[key] = holders + silent
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        while len(self._holders) > _MOST_KEYS:
-            del self._holders[next(iter(self._holders))]
+            drop_oldest(self._holders, _MOST_KEYS)
 
     def holders(self, key: bytes) -> tuple[list[Peer], list[Peer]]:
         """Return the neighbours that are known to have a key, in an order that depends on the key;

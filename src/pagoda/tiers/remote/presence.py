@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from pagoda.base.clock import Clock
 from pagoda.base.fork import per_process
+from pagoda.base.oldest import drop_oldest
 
 _MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
 _MOST_HOLES = 1 << 12
@@ -68,8 +69,7 @@ class PresenceCache:
             if present and asked:
                 for name in names:
                     self._holes.pop(name, None)
-            while len(self._known) > _MOST_KEYS:
-                del self._known[next(iter(self._known))]
+            drop_oldest(self._known, _MOST_KEYS)
 
     def record_hole(self, namespace: bytes, key: bytes) -> None:
         """Remember that a load has not found this key: for a short time as an absent one, and until
@@ -79,8 +79,7 @@ class PresenceCache:
         with self._lock:
             for known_as in (namespace, None):
                 self._holes[(known_as, key)] = None
-            while len(self._holes) > _MOST_HOLES:
-                del self._holes[next(iter(self._holes))]
+            drop_oldest(self._holes, _MOST_HOLES)
 
     def run_to_ask(
         self, namespace: bytes | None, keys: Sequence[bytes], exact_keys: int

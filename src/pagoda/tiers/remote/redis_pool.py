@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
+from pagoda.base.oldest import drop_oldest
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import (
     RedirectError,
@@ -71,8 +72,7 @@ class _Memory(Generic[_K, _V]):
 
     def note(self, keys: Iterable[_K], value: _V) -> None:
         self._values.update(dict.fromkeys(keys, value))
-        while len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
+        drop_oldest(self._values, self._most)
 
     def forget(self, keys: Iterable[_K]) -> None:
         for key in keys:

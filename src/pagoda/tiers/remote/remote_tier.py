@@ -25,6 +25,7 @@ from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.base.oldest import drop_oldest
 from pagoda.base.signal_safe_threads import Event, if_free
 from pagoda.codec import HEADER_BYTES, require, require_layout
 from pagoda.keys import Namespace
@@ -738,8 +739,7 @@ class RemoteStore(Health, WorkerBackend):
         """Remember that there are keys of this namespace."""
         with self._lock:
             self._roots[root] = None
-            while len(self._roots) > _MOST_ROOTS:
-                del self._roots[next(iter(self._roots))]
+            drop_oldest(self._roots, _MOST_ROOTS)
 
     def roots(self, namespace: bytes | None) -> Sequence[bytes]:
         """Return the given namespace, or all that are registered."""

@@ -9,10 +9,7 @@ the scheduler reads them.
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +18,7 @@ from blake3 import blake3
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from pagoda.base.file_space import make_directory
+from pagoda.base.synced_files import remove_abandoned, write_synced
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.shared_caches import agreed
 from pagoda.keys import Namespace
@@ -84,15 +82,9 @@ def greet(
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
     make_directory(root)
     # left by engines that died during their start
-    for old in root.glob("engine-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _OLD_SECONDS:
-                old.unlink()
-    path = _path(root, engine_id, rank)
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(written, "wb", opener=partial(os.open, mode=0o600)) as file:
-        file.write(msgspec.json.encode(greeting))
-    written.replace(path)
+    with contextlib.suppress(OSError):
+        remove_abandoned(root, "engine-*", _OLD_SECONDS)
+    write_synced(_path(root, engine_id, rank), msgspec.json.encode(greeting))
 
 
 def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:

@@ -27,7 +27,7 @@ from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.prefill_steps import PrefillSteps
-from pagoda.connectors.vllm.shared_caches import let_go
+from pagoda.connectors.vllm.shared_caches import end_threads, let_go
 from pagoda.layout import KVLayout
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
@@ -37,7 +37,6 @@ log = guarded_logger("pagoda.vllm")
 _LOAD_THREADS = 2
 _TRIES = 3  # to find a chunk again that was removed while it was being loaded
 _FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is revoked
-_END_SECONDS = 5.0
 
 
 class EnginePages(NamedTuple):
@@ -210,11 +209,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         if self._closed:
             return
         self._closed = True
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        deadline = Deadline(_END_SECONDS)
-        for threads in (self._loads, self._stores):
-            threads.join(deadline.remaining())
-        self._stores.shutdown(wait=False, cancel_futures=True)
+        end_threads(self._loads, self._stores)
         let_go(self._cache)
 
     # ---- jobs
