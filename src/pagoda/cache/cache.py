@@ -77,7 +77,7 @@ _OPEN_SECONDS = 120.0
 _MOST_KEYS = 64
 
 
-class _Openings:
+class _CacheOpenings:
     """The names of caches that threads of this process are opening."""
 
     @per_process
@@ -91,7 +91,7 @@ class _Openings:
         return {}
 
 
-_openings = _Openings()
+_openings = _CacheOpenings()
 _caches: weakref.WeakValueDictionary[str, Cache] = weakref.WeakValueDictionary()
 # caches made by `Cache.open`, which stay until they are closed
 _kept: dict[str, Cache] = {}

@@ -114,7 +114,7 @@ class OwningCall(Protocol[R]):
 _ledgers: list[Ledger] = []  # open, or being closed
 
 
-class _Openings:
+class _StoreOpenings:
     """The stores that threads of this process are opening."""
 
     @per_process
@@ -128,7 +128,7 @@ class _Openings:
         return {}
 
 
-_openings = _Openings()
+_openings = _StoreOpenings()
 
 
 class MatchedChunks:
