@@ -14,5 +14,6 @@ Lower modules never import higher ones:
     clock                time and deadlines; boot_identity: which boot of the machine this is
     file_space, file_systems, file_lock, cgroup_memory    what the operating system is asked
     fork                 what each process makes for itself; urls: URLs in parts
+    oldest               a dict that has a bound forgets its oldest entries
     serve_token_file, serve_proof    the token of `pagoda serve`, and how it is proved
 """
