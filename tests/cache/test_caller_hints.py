@@ -275,6 +275,7 @@ def _played(cache: Told, seed: int) -> list[int]:
     return keys
 
 
+@pytest.mark.slow
 def test_without_hints_nothing_is_different(told: Callable[..., Told]) -> None:
     auto = told()
     never = told(hints="never")

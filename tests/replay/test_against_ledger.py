@@ -269,6 +269,7 @@ def hinted(requests: Sequence[Request], seed: int) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_hinted_requests_hit_and_evict_as_in_the_ledger(seed: int) -> None:
     requests = hinted(stream(seed, 500, 6, 40), seed)
