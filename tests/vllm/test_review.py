@@ -49,7 +49,7 @@ from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Reserved, admin
+from pagoda.ledger import Reserved, admin, allocation
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda_tools.replay import read_trace
@@ -348,13 +348,13 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
         "third": [8, 9, 10, 11],
     }
     commits = list[int]()
-    commit = halves.worker._slots._ledger.commit
+    commit = allocation.commit
 
-    def counted(reserved: Any, *rest: Any, **options: Any) -> Any:
+    def counted(transaction: Any, reserved: Any, part: Any) -> Any:
         commits.append(len(reserved))
-        return commit(reserved, *rest, **options)
+        return commit(transaction, reserved, part)
 
-    monkeypatch.setattr(halves.worker._slots._ledger, "commit", counted)
+    monkeypatch.setattr(allocation, "commit", counted)
     halves.saved(halves.step(rows, **dict.fromkeys(names, CHUNK)))
     assert commits == [2]
     stats = halves.worker.stats.take()
