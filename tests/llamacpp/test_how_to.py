@@ -52,6 +52,16 @@ def inline(start: str) -> str:
     return str(found)
 
 
+def here(shown: str, own: Mapping[str, str]) -> str:
+    """Return what the page shows with places and sizes of this test; all of those are on the
+    page, or the test would use the machine's.
+    """
+    for text, other in own.items():
+        assert text in shown, f"{text!r} is not in {shown!r}"
+        shown = shown.replace(text, other)
+    return shown
+
+
 def test_every_command_of_the_page_is_run_here() -> None:
     run_here = (
         "pip install 'pagodakv[llamacpp]'",  # tests/test_packaging.py
@@ -78,19 +88,23 @@ def test_the_first_command_keeps_a_prompt_over_a_restart(
     model = write_model(models)
     home = tmp_path / "home"
     home.mkdir()
-    line = (
-        command("pagoda llama-server --host-size")
-        .replace("--host-size 8GiB", f"--host-size 32MiB --host-path {shm_root}")
-        .replace("100GiB", "64MiB")
-        .replace("MODEL.gguf", f"{model} -t 1 -c 2048")
-        .replace("8080", str(port))
+    line = here(
+        command("pagoda llama-server --host-size"),
+        {
+            "--host-size 4GiB": f"--host-size 32MiB --host-path {shm_root}",
+            "100GiB": "64MiB",
+            "MODEL.gguf": f"{model} -t 1 -c 2048",
+            "8080": str(port),
+        },
     )
     prompt = "Once upon a time " * 60
-    ask = (
-        command("curl -si")
-        .replace("8080", str(port))
-        .replace("Once upon a time", prompt)
-        .replace("16}", f"16, {_BIAS}}}")
+    ask = here(
+        command("curl -si"),
+        {
+            "8080": str(port),
+            "Once upon a time": prompt,
+            "16}": f"16, {_BIAS}}}",
+        },
     )
     environment = {"HOME": str(home)}
     slots = r"X-Pagoda: prompt=\d+; slot=(\d+); held=(\d+); loaded=(\d+)"
@@ -129,23 +143,27 @@ def test_a_server_that_already_runs(
 ) -> None:
     port = free_port()
     with llama_server(write_model(models), key="a-key") as server:
-        line = (
-            command("pagoda llama-server --attach")
-            .replace("http://127.0.0.1:8080", server.url)
-            .replace("8081", str(port))
-            .replace("/dev/shm/slots", str(server.states))
+        line = here(
+            command("pagoda llama-server --attach"),
+            {
+                "http://127.0.0.1:8080": server.url,
+                "8081": str(port),
+                "/dev/shm/slots": str(server.states),
+            },
         )
         environment = {
             "LLAMA_API_KEY": "a-key",
             "PAGODA_HOST_SIZE": "32MiB",
             "PAGODA_HOST_PATH": str(shm_root),
         }
-        ask = command("curl -si").replace("8080", str(port))
+        ask = here(command("curl -si"), {"8080": str(port)})
         with running(line, environment):
             assert "X-Pagoda" not in run(ask, environment, may_fail=True)
-            ask = ask.replace(
-                "curl", "curl -H 'Authorization: Bearer a-key'"
-            ).replace("16}", f"16, {_BIAS}}}")
+            with_key = {
+                "curl": "curl -H 'Authorization: Bearer a-key'",
+                "16}": f"16, {_BIAS}}}",
+            }
+            ask = here(ask, with_key)
             assert "X-Pagoda: prompt=" in run(ask, environment)
 
 
@@ -159,13 +177,15 @@ def test_the_example_reuses_its_prompt_after_a_restart(
     models: Path, tmp_path: Path
 ) -> None:
     with llama_server(write_model(models, "lfm2")) as server:
-        line = (
-            command("python -m examples.llama_slots")
-            .replace("python", shlex.quote(sys.executable))
-            .replace("http://127.0.0.1:8080", server.url)
-            .replace("/dev/shm/slots", str(server.states))
-            .replace("/tmp/kv", f"{tmp_path}/kv --disk-size 64MiB")
-            .replace("$(cat README.md)", "a long question " * 40)
+        line = here(
+            command("python -m examples.llama_slots"),
+            {
+                "python": shlex.quote(sys.executable),
+                "http://127.0.0.1:8080": server.url,
+                "/dev/shm/slots": str(server.states),
+                "/tmp/kv": f"{tmp_path}/kv --disk-size 64MiB",
+                "$(cat README.md)": "a long question " * 40,
+            },
         )
         said = []
         for _ in range(2):
@@ -183,17 +203,20 @@ def test_the_example_reuses_its_prompt_after_a_restart(
 def test_the_code_of_the_page_runs(models: Path, tmp_path: Path) -> None:
     (usage,) = [block for language, block in CODE if language == "python"]
     slots = tmp_path / "slots"
-    run(command("install -d").replace("/dev/shm/slots", str(slots)), {})
+    run(here(command("install -d"), {"/dev/shm/slots": str(slots)}), {})
     assert slots.stat().st_mode & 0o777 == 0o700
     with llama_server(write_model(models)) as server:
         tokens = [1, *range(100, 126)] * 20
-        code = (
-            usage.replace("http://127.0.0.1:8080", server.url)
-            .replace("/dev/shm/slots", str(server.states))
-            .replace("/var/cache/pagoda", str(tmp_path / "kv"))
-            .replace("8GiB", "32MiB")
-            .replace("200GiB", "64MiB")
-            .replace("stored =", f"{_ASK}\nstored =")
+        code = here(
+            usage,
+            {
+                "http://127.0.0.1:8080": server.url,
+                "/dev/shm/slots": str(server.states),
+                "/var/cache/pagoda": str(tmp_path / "kv"),
+                "8GiB": "32MiB",
+                "200GiB": "64MiB",
+                "stored =": f"{_ASK}\nstored =",
+            },
         )
         whole = f"tokens = {tokens}\n{code}\nprint(stored)\nstates.close()\n"
         said = run(
