@@ -228,6 +228,11 @@ class Engine:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether the next line can be read at once."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
     def store(self, chain: int, chunks: int) -> list[bytes]:
         """Store a prompt; return its keys."""
         assert self.command("store", chain, chunks) == "done"
