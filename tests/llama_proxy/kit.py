@@ -21,6 +21,7 @@ from pagoda_tools.llama_proxy.proxy_app import (
     listening_socket,
 )
 from testbed.llama_servers import LlamaServer
+from testbed.patience import wait_until
 
 CHUNK = 64
 # byte b is token 3 + b: only the letters a to z, which every build writes
@@ -156,6 +157,16 @@ class RunningProxy:
     def counts(self) -> dict[str, int]:
         counts: dict[str, int] = self.status()["counts"]  # type: ignore[assignment]
         return counts
+
+
+def forget(proxy: RunningProxy) -> None:
+    """Account for slots that were emptied beside the proxy, when no request has one any more: what
+    its answer says is noted after it was passed on.
+    """
+    slots = proxy.proxy._accounts
+    wait_until(lambda: len(slots.free) == len(slots.all))
+    for slot in slots.all:
+        slot.clear()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tests.llama_proxy.kit import (
     GREEDY,
     Answer,
     RunningProxy,
+    forget,
     running_proxy,
 )
 from tests.llamacpp.test_slot_states import restart_with
@@ -685,12 +686,6 @@ def test_a_server_that_does_not_use_what_is_restored_is_not_loaded_any_more(
         forget(proxy)
         assert int(proxy.complete(TEXT).told["loaded"]) > 0
         assert proxy.status()["loading_is_off_for"] == {}
-
-
-def forget(proxy: RunningProxy) -> None:
-    """Account for slots that were emptied beside the proxy."""
-    for slot in proxy.proxy._accounts.all:
-        slot.clear()
 
 
 def test_a_server_that_ends_is_an_error_of_one_request(tmp_path: Path) -> None:

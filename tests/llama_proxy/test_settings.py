@@ -15,7 +15,7 @@ from testbed.llama_servers import (
     llama_server,
 )
 from testbed.tiny_gguf import WINDOWS, write_model
-from tests.llama_proxy.kit import CHUNK, RunningProxy, running_proxy
+from tests.llama_proxy.kit import CHUNK, RunningProxy, forget, running_proxy
 from tests.llamacpp.kit import (
     PROMPT,
     WINDOW_DISTANCE,
@@ -115,8 +115,7 @@ def check_only_continued(server: LlamaServer, slots: int, disk: Path) -> str:
     with running_proxy(server, disk) as proxy:
         again = asked(proxy, tokens)
         emptied(server, slots)
-        for slot in proxy.proxy._accounts.all:
-            slot.clear()
+        forget(proxy)
         goes_on = asked(proxy, longer)
     assert again.answer.hits == again.loaded == 0
     assert again.answer.tokens == cold.answer.tokens

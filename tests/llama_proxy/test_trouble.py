@@ -35,6 +35,7 @@ from tests.llama_proxy.kit import (
     GREEDY,
     Answer,
     RunningProxy,
+    forget,
     running_proxy,
 )
 from tests.llama_proxy.test_proxy import TEXT, bare, emptied
@@ -200,14 +201,12 @@ def test_response_fields_do_not_end_loading(
     with running_proxy(server, tmp_path) as proxy:
         for _ in range(4):
             emptied(server)
-            for slot in proxy.proxy._accounts.all:
-                slot.clear()
+            forget(proxy)
             answer = proxy.complete(TEXT, response_fields=["content"])
             assert answer.json.keys() == {"content"}
             assert "response_fields" in answer.told["why"]
         emptied(server)
-        for slot in proxy.proxy._accounts.all:
-            slot.clear()
+        forget(proxy)
         told = proxy.complete(TEXT).told
         assert int(told["loaded"]) > 0, told
 
