@@ -75,6 +75,26 @@ def taught(columns: Columns, values: NDArray[np.float64]) -> Hindsight:
     return policy
 
 
+@pytest.mark.parametrize("seconds", [1, 10, 600])
+def test_while_nothing_is_asked_for_again_the_oldest_goes_first(
+    seconds: int,
+) -> None:
+    """All chunks were young once without being asked for, and few were old: it does not follow that
+    the young are worth less.
+    """
+    columns = columns_of()
+    columns.hits[:] = 0
+    ages = np.arange(SLOTS) // 16 * seconds * SECOND
+    columns.last_use[:] = START - ages
+    values = new_values()
+    policy = Hindsight(columns)
+    learn(policy, values, START)
+    policy.rank(0, START, START)
+    victims = policy.victims(SLOTS // 2, START + 1, START)
+    assert len(victims) == SLOTS // 2
+    assert ages[victims].min() >= np.sort(ages)[SLOTS // 2]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_before_anything_is_known_it_does_as_lru_does(seed: int) -> None:
     columns = columns_of(seed)

@@ -4,8 +4,9 @@ that are worth most.
 `reuse_worth.worth` is the worth of a chunk of some class and age. The chunk of least worth is
 evicted first. A newcomer that is worth less than every chunk that could be evicted for it is not
 admitted; this begins when as many chunks were asked for again as there are slots. Before anything
-is learned the order is least recently used; the same applies while that order would have served
-more (`ShadowLru`), but for chunks that are said to be over.
+is learned the order is least recently used: until some chunks were asked for again, nothing says
+that a chunk is worth more or less with its age. The same applies while that order would have served
+more (`ShadowLru`). Chunks that are said to be over go first there too.
 
 Chunks that were not asked for again are in the columns and their ghosts, which several processes
 write together. Each process adds the chunks that were asked for again to the shared values.
@@ -57,6 +58,9 @@ _STALE_NS_A_SLOT = 100_000
 # how many uses are remembered for each slot; beyond that all counts are halved
 _MEMORY = 32
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
+# Chunks asked for again before their ages count. If none is, the youngest seem to be worth least:
+# all were young without being asked for, and few were old.
+_LEAST_ASKED = 20
 _MOST = 2.0**53  # all valid shared values are smaller
 
 # `ShadowLru`
@@ -213,6 +217,7 @@ class Hindsight:
         self._elected = False
         self._to_publish = False
         self._refuses = False  # whether enough has been seen to refuse newcomers
+        self._knows_ages = False  # whether enough has been asked for again
         self._random = np.random.default_rng(0)
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
@@ -345,7 +350,9 @@ class Hindsight:
             own[:] = 0
         self._halve_old(learned)
         self._shadow.share(learned.shadow, _MEMORY * self._hints.capacity)
-        self._refuses = bool(learned.asked.sum() >= self._hints.capacity)
+        asked = learned.asked.sum()
+        self._refuses = bool(asked >= self._hints.capacity)
+        self._knows_ages = bool(asked >= _LEAST_ASKED)
         if self._to_publish:
             self._to_publish = False
             learned.worth[(int(learned.version[0]) + 1) % 2] = self._worth
@@ -457,11 +464,12 @@ class Hindsight:
         contexts = None
         if hints.contexts is not None:
             contexts = self._contexts_of(chosen)
-        if self._shadow.wins and contexts is None:
+        by_last_use = self._shadow.wins or not self._knows_ages
+        if by_last_use and contexts is None:
             return np.zeros(len(uses))
         rows = self._row_of(hints.hits[chosen], contexts)
         ranks = self._worth[rows, age_of(self._stamp - uses)]
-        if self._shadow.wins and contexts is not None:
+        if by_last_use and contexts is not None:
             # what is over goes first in that order too, until such chunks are asked for
             unasked = are_over(contexts) & (ranks <= 0)
             ranks = np.where(unasked, -1.0, 0.0)
@@ -490,6 +498,7 @@ class HintedHindsight(Hindsight):
         self._seen = np.zeros((2, CLASSES, AGES))
         self._shadow = before._shadow
         self._refuses = before._refuses
+        self._knows_ages = before._knows_ages
         self._room = before._room
         self._stamp = before._stamp
         self._known = np.zeros_like(self._asked), np.zeros_like(self._asked)
