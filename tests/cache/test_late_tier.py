@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -39,6 +41,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_tier, "_LAST_PAUSE_SECONDS", 0.05)
 
 
+_HERE = -100  # AT_FDCWD
+_RENAME_EXCHANGE = 2
+
+
 class Drive:
     """The directory above that of a disk tier. While it is away, a file is in its place."""
 
@@ -48,12 +54,22 @@ class Drive:
         self.path.mkdir()
 
     def goes_away(self) -> None:
-        self.path.rename(self._away)
-        self.path.write_text("")
+        self._away.write_text("")
+        exchange(self.path, self._away)
 
     def comes_back(self) -> None:
-        self.path.unlink()
-        self._away.rename(self.path)
+        exchange(self.path, self._away)
+        self._away.unlink()
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two files or directories at once: a cache that looks in between finds one of them,
+    never nothing, where it would make a directory.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), "they cannot be exchanged", str(one))
 
 
 @pytest.fixture
