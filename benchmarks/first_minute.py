@@ -10,14 +10,23 @@ are medians over the pairs:
                its pages are in huge pages
     huge       how much of the slots is in huge pages then, or unlike things are compared
     slowest    processor time of the thread for the slowest of all stores, and over their median
+    at a place the same, of each store its median over the pairs: what the store does itself comes
+               back at the same fill, what else the machine does comes at any
     evicted    chunks that were evicted or refused before the store was full
+
+After the pairs as many processes only copy as many bytes into memory that is there (`copies`):
+their slowest is what the machine alone does to a thread. Not between the pairs: a process that
+follows one of another kind finds the free memory in another state.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +34,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from harness import machine, say
@@ -39,6 +49,8 @@ _MIB = 1 << 20
 _FIRST_BYTES = 2 * _MIB  # of the first example
 _BATCH_BYTES = 16 * _MIB  # of one store
 _SETTLE_SECONDS = 120.0
+_STORES = ("whole", "grows")
+_COPIED_TIMES = 4  # so long about as filling a store takes
 # of a store that grows, divided by those of one that does not
 _RATIOS = (
     "open_seconds",
@@ -46,6 +58,20 @@ _RATIOS = (
     "total_seconds",
     "processor_seconds",
 )
+
+
+class _Run(NamedTuple):
+    """What one process measured: figures by name, and the time of each store."""
+
+    figures: dict[str, float]
+    store_seconds: list[float]
+
+    def print(self) -> None:
+        """Print it for the process that compares."""
+        slowest = max(self.store_seconds)
+        self.figures["slowest_store_seconds"] = slowest
+        self.figures["slowest_of_median"] = slowest / median(self.store_seconds)
+        print(json.dumps(self._asdict()))
 
 
 def opened(root: Path, mib: int, slot_kib: int, kind: str) -> HostTier:
@@ -91,7 +117,7 @@ def be_measured(root: Path, mib: int, slot_kib: int, kind: str) -> None:
     wall = time.perf_counter()
     spent = time.process_time()
     tier = opened(root, mib, slot_kib, kind)
-    found: dict[str, float] = {"open_seconds": time.perf_counter() - wall}
+    found = {"open_seconds": time.perf_counter() - wall}
     directory = tier.ledger.directory
     found["taken_bytes"] = allocated_bytes(directory)
     tier.ledger.namespaces.register(_NAMESPACE, {"model": "first minute"})
@@ -110,11 +136,44 @@ def be_measured(root: Path, mib: int, slot_kib: int, kind: str) -> None:
     found["total_seconds"] = time.perf_counter() - wall
     found["processor_seconds"] = time.process_time() - spent
     found["huge_bytes"] = huge_bytes(tier.ledger.slab_path)
-    found["slowest_store_seconds"] = max(each)
-    found["slowest_of_median"] = max(each) / median(each)
     found["evicted"] = admin.numbers(tier.ledger)["evicted_chunks"] + refused
     tier.close()
-    print(json.dumps(found))
+    _Run(found, each).print()
+
+
+def copies_be_measured(root: Path, mib: int) -> None:
+    """Copy what a store of this size takes, without a store; print the times."""
+    chunk = np.ones(_MIB, np.uint8)
+    descriptor = os.open(root / "copies", os.O_CREAT | os.O_RDWR, 0o600)
+    os.posix_fallocate(descriptor, 0, mib * _MIB)
+    with mmap.mmap(descriptor, mib * _MIB) as memory:
+        for page in range(0, mib * _MIB, mmap.PAGESIZE):
+            memory[page] = 1  # the pages are there, and mapped
+        into = np.frombuffer(memory, np.uint8)
+        each = []
+        starts = range(0, len(into), _BATCH_BYTES)
+        for start in itertools.chain.from_iterable([starts] * _COPIED_TIMES):
+            began = time.thread_time()
+            for at in range(start, min(start + _BATCH_BYTES, len(into)), _MIB):
+                into[at : at + _MIB] = chunk
+            each.append(time.thread_time() - began)
+        del into
+    os.close(descriptor)
+    _Run({}, each).print()
+
+
+def ratio(name: str, grown: _Run, whole: _Run) -> float:
+    """Return a figure of a store that grows, divided by that of one that does not."""
+    divided: float = grown.figures[name] / whole.figures[name]
+    return divided
+
+
+def slowest_at_a_place(runs: Sequence[_Run]) -> float:
+    """Return the slowest over the median, of each store its median of these runs."""
+    times = [run.store_seconds for run in runs]
+    each = [median(at_a_place) for at_a_place in zip(*times, strict=True)]
+    slowest: float = max(each) / median(each)
+    return slowest
 
 
 def first_example(mib: int, slot_kib: int, kind: str) -> int:
@@ -132,7 +191,7 @@ def first_example(mib: int, slot_kib: int, kind: str) -> int:
     return taken
 
 
-def measured(mib: int, slot_kib: int, kind: str) -> dict[str, float]:
+def measured(mib: int, slot_kib: int, kind: str) -> _Run:
     """Measure one process."""
     with tempfile.TemporaryDirectory(
         prefix="pagoda-bench-", dir="/dev/shm"
@@ -145,31 +204,35 @@ def measured(mib: int, slot_kib: int, kind: str) -> dict[str, float]:
             text=True,
             timeout=600,
         )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    return _Run(**json.loads(done.stdout))
 
 
 def compared(mib: int, slot_kib: int, pairs: int) -> dict[str, object]:
     """Measure pairs of processes, one after the other."""
-    runs: dict[str, list[dict[str, float]]] = {"whole": [], "grows": []}
+    runs: dict[str, list[_Run]] = {kind: [] for kind in (*_STORES, "copies")}
     for number in range(pairs):
-        kinds = ("whole", "grows") if number % 2 else ("grows", "whole")
+        kinds = _STORES if number % 2 else tuple(reversed(_STORES))
         for kind in kinds:
             runs[kind].append(measured(mib, slot_kib, kind))
         say(
             f"slots of {slot_kib} KiB: pair {number + 1} of {pairs}: "
             + ", ".join(
-                f"{name} {runs['grows'][-1][name] / runs['whole'][-1][name]:.2f}"
+                f"{name} {ratio(name, runs['grows'][-1], runs['whole'][-1]):.2f}"
                 for name in _RATIOS
             )
         )
-    middle = {
-        kind: {name: median(run[name] for run in all_) for name in all_[0]}
-        for kind, all_ in runs.items()
-    }
+    for _ in range(pairs):
+        runs["copies"].append(measured(mib, slot_kib, "copies"))
+    middle: dict[str, dict[str, float]] = {}
+    for kind, all_ in runs.items():
+        names = all_[0].figures
+        middle[kind] = {
+            name: median(run.figures[name] for run in all_) for name in names
+        }
+        middle[kind]["slowest_at_a_place"] = slowest_at_a_place(all_)
     ratios = {
         name: median(
-            grown[name] / whole[name]
+            ratio(name, grown, whole)
             for grown, whole in zip(runs["grows"], runs["whole"], strict=True)
         )
         for name in _RATIOS
@@ -200,7 +263,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.measure:
         root, mib, slot_kib, kind = given.measure
-        be_measured(Path(root), int(mib), int(slot_kib), kind)
+        if kind == "copies":
+            copies_be_measured(Path(root), int(mib))
+        else:
+            be_measured(Path(root), int(mib), int(slot_kib), kind)
         return
     mib = 1024 if given.quick else given.mib
     pairs = 2 if given.quick else given.pairs
@@ -212,7 +278,7 @@ def main() -> None:
         return
     for found in every:
         print(f"\n{mib} MiB in slots of {found['slot_kib']} KiB")
-        for kind in ("whole", "grows"):
+        for kind in _STORES:
             numbers = found[kind]
             assert isinstance(numbers, dict)
             print(
@@ -225,8 +291,16 @@ def main() -> None:
                 f"  huge {numbers['huge_bytes'] / _MIB:.0f} MiB"
                 f"  slowest {1e3 * numbers['slowest_store_seconds']:.1f} ms"
                 f" {numbers['slowest_of_median']:.2f}x"
+                f" ({numbers['slowest_at_a_place']:.2f}x at a place)"
                 f"  evicted {numbers['evicted']:.0f}"
             )
+        copies = found["copies"]
+        assert isinstance(copies, dict)
+        print(
+            f"  copies  slowest {1e3 * copies['slowest_store_seconds']:.1f} ms"
+            f" {copies['slowest_of_median']:.2f}x"
+            f" ({copies['slowest_at_a_place']:.2f}x at a place)"
+        )
         ratios = found["grows_of_whole"]
         assert isinstance(ratios, dict)
         said = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
