@@ -36,6 +36,20 @@ def test_the_latest_word_stands() -> None:
     assert known.get(NS, b"a") is None
 
 
+def test_an_absence_from_before_a_store_is_no_news() -> None:
+    clock = FakeClock()
+    known = PresenceCache(clock)
+    asked_before = known.now_ns()
+    clock.advance(0.1)
+    known.record(NS, [b"a"], True)
+    clock.advance(0.1)
+    known.record(NS, [b"a", b"b"], False, since_ns=asked_before)
+    assert known.get(NS, b"a") is True
+    assert known.get(NS, b"b") is False
+    known.record(NS, [b"a"], False, since_ns=known.now_ns())
+    assert known.get(NS, b"a") is False
+
+
 def test_the_oldest_go_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

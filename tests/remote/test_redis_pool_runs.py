@@ -12,6 +12,7 @@ import pytest
 from pagoda.config.remote_urls import parse
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda_tools.cli import remote_stores
 from pagoda_tools.cli.remote_stores import pinged
 from pagoda_tools.cli.stats import remote_usage
 from testbed.patience import wait_until
@@ -137,7 +138,10 @@ def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(
         assert tier.match_prefix(longer, namespace=ROOT) == 3 * CHUNKS
 
 
-def test_the_mark_is_no_key_of_others(servers: list[Server]) -> None:
+def test_the_mark_is_no_key_of_others(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_stores, "PATIENCE_SECONDS", PATIENT_SECONDS)
     with patient_tier(servers) as tier:
         stored(tier, prompts()[0], stamp=1)
     assert [server.call("EXISTS", MARK) for server in servers] == [":1\r\n"] * 3

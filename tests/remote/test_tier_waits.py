@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import SplitResult
 
 import numpy as np
@@ -91,6 +91,34 @@ def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
         clock.advance(0.15)  # what is stored meanwhile is found soon
         assert tier.match_prefix(absent, namespace=ROOT) == 0
         assert proxy.traffic > asked
+
+
+def test_an_answer_that_is_older_than_a_store_does_not_hide_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,) = keys_of(1)
+    ask = RedisConnection.find
+    overtaken = threading.Event()
+    with tier_on(RedisClient(server.url, prefix=fresh_prefix())) as tier:
+
+        def stored_meanwhile(
+            self: RedisConnection,
+            namespace: bytes,
+            keys: Sequence[bytes],
+            deadline: float,
+        ) -> int:
+            found = ask(self, namespace, keys, deadline)
+            if not overtaken.is_set():
+                overtaken.set()
+                assert all(
+                    end.ok for end in ends(tier.store(chunks_of([key]), ROOT))
+                )
+            return found
+
+        monkeypatch.setattr(RedisConnection, "find", stored_meanwhile)
+        tier.match_prefix([key], namespace=ROOT)
+        assert overtaken.is_set()
+        assert tier.match_prefix([key], namespace=ROOT) == 1
 
 
 def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import threading
 import time
 from itertools import pairwise
@@ -32,6 +33,7 @@ from pagoda_tools.serve.overview import (
     Overview,
 )
 from testbed.patience import wait_until
+from tests.remote.chunks import PATIENT_SECONDS
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,
@@ -469,7 +471,6 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(live_feed, "_PATIENCE_SECONDS", 0.1)
     hanging = threading.Event()
     free = threading.Event()
 
@@ -484,6 +485,7 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(
         feed.start()
         async with feed.reader() as queue:
             await queue.get()
+            monkeypatch.setattr(live_feed, "_PATIENCE_SECONDS", 0.1)
             hanging.set()
             while b"look for a stopped process" not in (
                 await asyncio.wait_for(queue.get(), 60) or b""
@@ -501,6 +503,35 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(
         calls.close()
 
     asyncio.run(look())
+
+
+def test_a_feed_ends_whenever_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in the moment in which its stores have answered."""
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.0)
+    steps = random.Random(1)
+
+    async def closed(calls: BlockingCallPool) -> None:
+        feed = LiveFeed(Overview(list), calls)
+        feed.start()
+        for _ in range(steps.randrange(1, 40)):
+            await asyncio.sleep(0)
+        feed.close()
+        sampler = feed._sampler
+        assert sampler is not None
+        await asyncio.wait([sampler], timeout=PATIENT_SECONDS)
+        assert sampler.cancelled()
+
+    async def many() -> None:
+        calls = BlockingCallPool()
+        try:
+            for _ in range(400):
+                await closed(calls)
+        finally:
+            calls.close()
+
+    asyncio.run(many())
 
 
 def test_a_server_that_has_no_thread_left_says_so(

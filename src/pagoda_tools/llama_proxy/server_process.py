@@ -175,7 +175,8 @@ class ServerProcess:
                     )
                     next_word += NEXT_WORD_SECONDS
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.ended.wait(), _LOOK_SECONDS)
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self.ended.wait()
 
     async def stop(self) -> None:
         """End the server: SIGTERM, and SIGKILL after `STOP_SECONDS`.
@@ -187,7 +188,8 @@ class ServerProcess:
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal(number)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), STOP_SECONDS)
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.ended.wait()
                 break
         # a driver may hold a killed process: it ends with us, or with the driver
         self._watch.cancel()

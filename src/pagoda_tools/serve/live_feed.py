@@ -181,7 +181,9 @@ class LiveFeed:
             self._reading = asyncio.ensure_future(self._call(work))
         reading = self._reading
         try:
-            await asyncio.wait_for(asyncio.shield(reading), _PATIENCE_SECONDS)
+            # not `wait_for`: in Python 3.11 that loses a cancellation of `close`
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await asyncio.shield(reading)
         finally:
             if reading.done() and self._reading is reading:
                 self._reading = None

@@ -229,7 +229,8 @@ class OperatorRoutes:
             async with self._feed.reader() as queue:
                 await response.prepare(request)
                 while (event := await queue.get()) is not None:
-                    await asyncio.wait_for(response.write(event), _SEND_SECONDS)
+                    async with asyncio.timeout(_SEND_SECONDS):
+                        await response.write(event)
         except TooManyReaders as full:
             return refusal(503, "too_many_streams", str(full))
         except TimeoutError:

@@ -51,9 +51,13 @@ class PresenceCache:
         present: bool,
         *,
         asked: bool = True,
+        since_ns: int | None = None,
     ) -> None:
-        """Remember that these keys are present, or absent. `asked` False: the store was asked only
-        for some of them.
+        """Remember that these keys are present, or absent.
+
+        `asked` False: the store was asked only for some of them. `since_ns`: `now_ns()` of when
+        the store was asked; it may not have seen what was stored after that, so such keys stay
+        present.
         """
         value = (
             present,
@@ -63,6 +67,10 @@ class PresenceCache:
         aliases = (namespace, None) if present else (namespace,)
         names = [(known_as, key) for key in keys for known_as in aliases]
         with self._lock:
+            if since_ns is not None and not present:
+                names = [
+                    name for name in names if not self._is_newer(name, since_ns)
+                ]
             for name in names:
                 self._known.pop(name, None)
             self._known.update(dict.fromkeys(names, value))
@@ -71,11 +79,22 @@ class PresenceCache:
                     self._holes.pop(name, None)
             drop_oldest(self._known, _MOST_KEYS)
 
-    def record_hole(self, namespace: bytes, key: bytes) -> None:
+    def now_ns(self) -> int:
+        """Return the time of a question that begins now, for `record`."""
+        return self._clock.monotonic_ns()
+
+    def _is_newer(self, name: tuple[bytes | None, bytes], since_ns: int) -> bool:
+        """Whether a key was found or stored after this time. Called with the lock."""
+        present, _, until = self._known.get(name, (False, False, 0))
+        return present and until - self._lives_ns[True] > since_ns
+
+    def record_hole(
+        self, namespace: bytes, key: bytes, since_ns: int | None = None
+    ) -> None:
         """Remember that a load has not found this key: for a short time as an absent one, and until
-        it is stored as one that a look-up must ask about.
+        it is stored as one that a look-up must ask about. `since_ns`: as in `record`.
         """
-        self.record(namespace, [key], False)
+        self.record(namespace, [key], False, since_ns=since_ns)
         with self._lock:
             for known_as in (namespace, None):
                 self._holes[(known_as, key)] = None

@@ -268,6 +268,7 @@ class RemoteTier(QueuedTier):
 
         def ask(connection: StoreConnection) -> int:
             present = set[bytes]()
+            began = store.presence.now_ns()
             roots = store.roots(namespace)
             for root in roots:
                 for first in range(0, len(keys), EXACT_KEYS):
@@ -276,7 +277,9 @@ class RemoteTier(QueuedTier):
                     present.update(compress(some, here))
             for is_present in (True, False):
                 found = [key for key in keys if (key in present) is is_present]
-                store.presence.record(namespace, found, is_present)
+                store.presence.record(
+                    namespace, found, is_present, since_ns=began
+                )
             if roots:
                 store.note_answer()
             return len(present)
@@ -292,6 +295,7 @@ class RemoteTier(QueuedTier):
         store = self._store
 
         def find(connection: StoreConnection) -> int:
+            began = store.presence.now_ns()
             roots = store.roots(namespace)
             found = max(
                 (connection.find(root, keys, store.deadline()) for root in roots),
@@ -300,7 +304,9 @@ class RemoteTier(QueuedTier):
             store.presence.record(
                 namespace, keys[:found], True, asked=len(keys) <= store.exact_keys
             )
-            store.presence.record(namespace, keys[found : found + 1], False)
+            store.presence.record(
+                namespace, keys[found : found + 1], False, since_ns=began
+            )
             if roots:
                 store.note_answer()
             return found
@@ -806,6 +812,7 @@ class RemoteStore(Health, WorkerBackend):
             return [True] * found + [False] * (len(keys) - found)
 
         touching = self._touching
+        began = self.presence.now_ns()
         with touching.lock:
             here: list[bool] | Reason = self.last_refusal
             if not self.touch_breaker.resting:
@@ -824,7 +831,7 @@ class RemoteStore(Health, WorkerBackend):
                 for key, there in zip(keys, here, strict=True)
                 if there is present
             ]
-            self.presence.record(namespace, known, present)
+            self.presence.record(namespace, known, present, since_ns=began)
         return here
 
     # ---- connections -----------------------------------------------------------------------------
@@ -958,6 +965,7 @@ class RemoteWorker(IoWorker):
                 else self._encoding_buffer()[:nbytes]
             )
 
+        began = store.presence.now_ns()
         try:
             until = store.deadline(store.chunk_bytes)
             rank = store.rank(read.stamp, read.position)
@@ -974,7 +982,7 @@ class RemoteWorker(IoWorker):
                 )
                 return count
             if count is None:
-                store.presence.record_hole(root, read.key)
+                store.presence.record_hole(root, read.key, began)
                 return Reason.ABSENT
         except RefusedError as refusal:
             if refusal.reason is not Reason.FAILED_CHECK:
