@@ -115,7 +115,8 @@ def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
     with pytest.raises(Exception, match="closed"), host.copying():
         pass
     again = cache.store(prompt(1), kv_of(prompt(1)).transfer)
-    assert (again.num_chunks, again.reason) == (0, Reason.CLOSED)
+    assert again.num_chunks == 0
+    assert again.reason == Reason.CLOSED
 
 
 @pytest.mark.parametrize("policy", ["hindsight", "lru"])

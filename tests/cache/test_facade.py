@@ -46,7 +46,9 @@ def test_what_is_stored_is_served_from_host_memory(cache: Cache) -> None:
     answer = cache.store(tokens, kv_of(tokens).transfer)
     assert answer == (10, 160, 0, 0, None)
     hit, _ = served(cache, tokens)
-    assert (hit.num_tokens, hit.by_tier, hit.reason) == (160, {"host": 160}, None)
+    assert hit.num_tokens == 160
+    assert hit.by_tier == {"host": 160}
+    assert hit.reason is None
     assert hit.mask.shape == (168,)
     assert hit.mask[:160].all()
     assert not hit.mask[160:].any()
@@ -124,7 +126,9 @@ def test_start_tokens_skips_what_the_engine_has(cache: Cache) -> None:
     tokens = prompt(10)
     stored(cache, tokens)
     hit, kv = served(cache, tokens, start_tokens=3 * CHUNK)
-    assert (hit.start_tokens, hit.num_tokens, hit.stop_tokens) == (48, 112, 160)
+    assert hit.start_tokens == 48
+    assert hit.num_tokens == 112
+    assert hit.stop_tokens == 160
     assert not hit.mask[:48].any()
     assert hit.mask[48:].all()
     assert not kv.blocks[:3].any()  # never written
@@ -143,7 +147,8 @@ def test_a_mask_says_the_same_as_a_start(cache: Cache) -> None:
     stored(cache, tokens)
     mask = np.arange(len(tokens)) >= 3 * CHUNK
     hit, _ = served(cache, tokens, mask=mask)
-    assert (hit.start_tokens, hit.num_tokens) == (48, 112)
+    assert hit.start_tokens == 48
+    assert hit.num_tokens == 112
     assert served(cache, tokens, mask=[True] * len(tokens))[0].num_tokens == 160
     nothing = np.zeros(160, bool)
     assert cache.lookup(tokens[:160], mask=nothing).num_tokens == 0
@@ -203,7 +208,8 @@ def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
     assert cache.lookup(tokens, keys=triples).num_tokens == 160
     assert served(cache, tokens, keys=keys[:7])[0].num_tokens == 112
     hit = cache.lookup(tokens, keys=triples[4:])
-    assert (hit.start_tokens, hit.num_tokens) == (64, 96)
+    assert hit.start_tokens == 64
+    assert hit.num_tokens == 96
 
 
 def test_many_keys_are_asked_for_at_once_also_after_holes(cache: Cache) -> None:
@@ -355,7 +361,8 @@ def test_prefetch_takes_no_more_than_half_of_the_host_tier(
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         hit = cache.prefetch(tokens).result(60)
-        assert (hit.num_tokens, hit.reason) == (32 * CHUNK, Reason.FULL)
+        assert hit.num_tokens == 32 * CHUNK
+        assert hit.reason == Reason.FULL
         assert served(cache, tokens)[0].num_tokens == 60 * CHUNK
 
 
@@ -385,11 +392,9 @@ def test_stats_add_up(cache: Cache) -> None:
     stats = cache.stats()
     counters = stats["counters"]
     assert isinstance(counters, dict)
-    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (
-        3,
-        1,
-        160,
-    )
+    assert counters["lookups"] == 3
+    assert counters["hits"] == 1
+    assert counters["hit_tokens"] == 160
     assert counters["asked_tokens"] == 168 * 2 + 10
     assert counters["hit_tokens_host"] == 160
     assert counters["hit_tokens_disk"] == 0
@@ -417,7 +422,8 @@ def test_stats_show_what_lower_tiers_dropped(cache: Cache) -> None:
     cache._resources.counters.add({"drop_busy": 1})
     host, disk = cache._tiers.ledgers()
     disk[1].count({"drop_stale": 2, "drop_busy": 3})
-    assert (host[0], disk[0]) == ("host", "disk")
+    assert host[0] == "host"
+    assert disk[0] == "disk"
     assert cache.stats()["drops"] == {"busy": 4, "stale": 2}
 
 
@@ -515,10 +521,8 @@ def test_without_a_config_the_options_come_from_the_environment(
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
     monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
     with Cache(namespace=NAMESPACE, layout=LAYOUT, min_hit_tokens=7) as cache:
-        assert (cache.config.chunk_tokens, cache.config.min_hit_tokens) == (
-            CHUNK,
-            7,
-        )
+        assert cache.config.chunk_tokens == CHUNK
+        assert cache.config.min_hit_tokens == 7
         assert cache.tiers == ("host",)
         assert (shm_root / "here").is_dir()
 
@@ -719,9 +723,11 @@ def test_a_hit_that_the_engine_can_use_in_part_is_counted_in_part(
         )
         assert part.by_tier == {"host": 2 * CHUNK, "disk": CHUNK}
         assert part.num_tokens == int(part.mask.sum()) == 3 * CHUNK
-        assert (part.reason, part.detail) == (Reason.ABSENT, "no more")
+        assert part.reason == Reason.ABSENT
+        assert part.detail == "no more"
         nothing = cache.lookup(tokens, usable=lambda hit: hit.shortened(0, None))
-        assert (nothing.num_tokens, nothing.by_tier) == (0, {})
+        assert nothing.num_tokens == 0
+        assert nothing.by_tier == {}
         # more than there is
         more = cache.lookup(
             tokens,
@@ -730,5 +736,6 @@ def test_a_hit_that_the_engine_can_use_in_part_is_counted_in_part(
         )
         assert more.num_tokens == int(more.mask.sum()) == 3 * CHUNK
         counters = counters_of(cache)
-        assert (counters["lookups"], counters["hits"]) == (4, 3)
+        assert counters["lookups"] == 4
+        assert counters["hits"] == 3
         assert counters["hit_tokens"] == 10 * CHUNK

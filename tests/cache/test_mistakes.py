@@ -195,15 +195,9 @@ def test_mistake_3_failed_saves_that_count_as_present(
         assert cache.flush(100)
         assert slab.struck[fault] == 3
         assert cache.lookup(prompt(3), tiers=["disk"]).num_tokens == 0
-        assert (
-            _counter(cache, "ready"),
-            _counter(cache, "reserved"),
-            _counter(cache, "stored_chunks"),
-        ) == (
-            0,
-            0,
-            0,
-        )
+        assert _counter(cache, "ready") == 0
+        assert _counter(cache, "reserved") == 0
+        assert _counter(cache, "stored_chunks") == 0
         assert _counter(cache, "drop_io_error") == 3
 
 
@@ -400,7 +394,8 @@ def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never
             served(cache, prompt(4))
         cache.observe_prefill(10**9, 0.001)
         hit, kv = served(cache, prompt(4))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.NOT_WORTH_IT
         assert not kv.blocks.any()
 
 

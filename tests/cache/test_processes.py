@@ -200,7 +200,8 @@ def test_counters_are_seen_by_other_processes_and_outlive_them(
         )
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict)
-        assert (counters["lookups"], counters["hit_tokens_host"]) == (2, 160)
+        assert counters["lookups"] == 2
+        assert counters["hit_tokens_host"] == 160
 
 
 def test_bytes_scribbled_by_another_owner_are_never_served(
@@ -220,7 +221,8 @@ def test_bytes_scribbled_by_another_owner_are_never_served(
                     slab.array[:] = 255
 
         hit = cache.retrieve(prompt(8, 5), Scribbling(blank(prompt(8)).transfer))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.CLEARED)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.CLEARED
         assert cache.config.chunk_tokens == CHUNK
 
 

@@ -160,7 +160,8 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
 
         kv = blank(tokens)
         hit = cache.retrieve(tokens, Evicting(kv.transfer))
-        assert (hit.num_tokens, hit.reason) == (5 * CHUNK, Reason.REMOVED)
+        assert hit.num_tokens == 5 * CHUNK
+        assert hit.reason == Reason.REMOVED
         assert kv.same(kv_of(tokens), 0, 5)
 
 
@@ -226,7 +227,8 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
         )
         patience = Patience(8)
         hit, _ = served(cache, tokens, deadline_seconds=0.2)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.BUSY)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.BUSY
         assert patience.waited >= 0.15
         assert not patience.ended, patience.said()
         # another call does it
@@ -268,7 +270,8 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         slab.fail_next("read", Fault.HANG, times=8)
         patience = Patience(20)
         hit, _ = served(cache, tokens, deadline_seconds=1.5)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.DEADLINE
         assert "disk" in hit.detail
         assert not patience.ended, patience.said()
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
@@ -316,15 +319,14 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (32, Reason.FAILED_CHECK)
+        assert hit.num_tokens == 32
+        assert hit.reason == Reason.FAILED_CHECK
         assert cache.stats()["misses"] == {"failed_check": 1}
         assert cache.stats()["tiers"]["disk"]["failed_checks"] == 1  # type: ignore[index]
         assert disk.ledger.requests.newest() == []  # the host tier counts
         (remembered,) = cache._tiers.host.ledger.requests.newest()  # type: ignore[union-attr]
-        assert (remembered.hit_tokens["disk"], remembered.reason) == (
-            32,
-            "failed_check",
-        )
+        assert remembered.hit_tokens["disk"] == 32
+        assert remembered.reason == "failed_check"
         assert cache.lookup(tokens).num_tokens == 32
         stored(cache, tokens)
         cache._tiers.host.clear()  # type: ignore[union-attr]
@@ -343,7 +345,8 @@ def test_an_exception_of_a_tier_is_a_miss(
 
         monkeypatch.setattr(ledger, "match_prefix", broken)
         hit = cache.retrieve(tokens, blank(tokens).transfer)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.IO_ERROR
         assert "torn" in hit.detail
         assert (
             cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR

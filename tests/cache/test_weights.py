@@ -487,7 +487,8 @@ def test_two_caches_of_one_model_take_new_weights_as_one(
         stored(cache, tokens)
         disks = [one._tiers.lower[0] for one in (cache, other)]
         assert other.flush(PATIENT_SECONDS)
-        assert all(disk.stats()["ready"] for disk in disks)
+        for disk in disks:
+            assert disk.stats()["ready"]
         cache.weights_changed()
         assert not any(disk.stats()["ready"] for disk in disks), (
             "their root has not kept the epoch"
@@ -550,7 +551,8 @@ def test_nothing_stored_before_hits_again(
         assert cache.weights_changed() == 1
         assert cache.keys(tokens) != keys
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.OTHER_NAMESPACE)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.OTHER_NAMESPACE
         assert "weights_epoch" in hit.detail
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 64

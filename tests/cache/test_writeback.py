@@ -98,7 +98,8 @@ def test_a_short_queue_loses_nothing(
     ) as cache:
         assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
         assert cache.flush(PATIENT_SECONDS)
-        assert (disk.stats()["ready"], disk.stats()["drop_queue_full"]) == (48, 0)
+        assert disk.stats()["ready"] == 48
+        assert disk.stats()["drop_queue_full"] == 0
 
 
 def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
@@ -187,7 +188,8 @@ def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
     stack.slab.fail_next("write", Fault.EIO, times=3)
     assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
     assert stack.cache.flush(PATIENT_SECONDS)
-    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (3, 0)
+    assert stack.quick.stats()["ready"] == 3
+    assert stack.slow.stats()["ready"] == 0
     before = stack.quick.stats()["stored_chunks"]
     assert stack.cache.store(tokens, kv_of(tokens).transfer).present == 3
     assert stack.cache.flush(PATIENT_SECONDS)
@@ -205,7 +207,8 @@ def test_a_store_that_skips_a_tier_is_not_written_there(stack: Stack) -> None:
         == 0
     )
     assert stack.cache.flush(PATIENT_SECONDS)
-    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (4, 0)
+    assert stack.quick.stats()["ready"] == 4
+    assert stack.slow.stats()["ready"] == 0
     stack.cache.close()
 
 
