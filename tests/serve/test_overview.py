@@ -172,10 +172,8 @@ def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(
         assert isinstance(rows, list)
         assert len(rows) == MOST_NAMESPACES
         assert found["more_namespaces"] == 10
-        assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == (
-            "served",
-            {"host": 1},
-        )
+        assert rows[0]["fields"]["model"] == "served"
+        assert rows[0]["chunks"] == {"host": 1}
 
 
 def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
@@ -193,11 +191,9 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
         requests = overview.take()["requests"]
         assert isinstance(requests, list)
         last, first = requests
-        assert (first["asked_tokens"], first["reason"], first["pid"]) == (
-            3 * CHUNK,
-            "absent",
-            os.getpid(),
-        )
+        assert first["asked_tokens"] == 3 * CHUNK
+        assert first["reason"] == "absent"
+        assert first["pid"] == os.getpid()
         assert first["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
         assert cache.namespace.root.hex().startswith(first["namespace"])
         assert first["fields"]["model"] == "served"
@@ -236,7 +232,8 @@ def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(
         broken = ledgers_of(other)[0]
         other.close()
         found = Overview(lambda: [*ledgers_of(cache), broken]).take()
-        assert len(found["tiers"]) == 1 and len(found["troubles"]) == 1  # type: ignore[arg-type]
+        assert len(found["tiers"]) == 1  # type: ignore[arg-type]
+        assert len(found["troubles"]) == 1  # type: ignore[arg-type]
 
 
 def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
@@ -262,11 +259,9 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
     assert 0 <= ages[0][0] < ages[1][0]
     assert len(asked) == 1
     redis, s3 = first  # type: ignore[misc]
-    assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (
-        5,
-        10,
-        None,
-    )
+    assert redis["used_bytes"] == 5
+    assert redis["size_bytes"] == 10
+    assert redis["hit_tokens"] is None
     assert s3["trouble"] == "refused"
 
 
@@ -619,7 +614,8 @@ def test_beside_every_sum_of_several_stores_is_the_fullest_one(
         assert fullest["used_bytes"] > 0.9 * fullest["size_bytes"]
         assert fullest["evicted_per_second"] > 0
         assert other["directory"] == str(ledgers[0].directory)
-        assert (other["used_bytes"], other["evicted_per_second"]) == (0, 0)
+        assert other["used_bytes"] == 0
+        assert other["evicted_per_second"] == 0
         assert tier["used_bytes"] == fullest["used_bytes"]
         assert tier["size_bytes"] == fullest["size_bytes"] + other["size_bytes"]
         assert tier["most_bytes"] == fullest["most_bytes"] + other["most_bytes"]
