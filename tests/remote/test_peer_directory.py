@@ -150,7 +150,8 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
     """Store a chain on one machine."""
     url = server.url.replace("://", f"://:{TOKEN}@")
     with tier_on(PagodaServerClient(url), queue_chunks=4096, **PATIENT) as tier:
-        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+        for done in ends(tier.store(chunks_of(keys), ROOT)):
+            assert done.ok
 
 
 def give_value(server: Server, tokens: Sequence[int]) -> None:
@@ -569,7 +570,8 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         return knows(directory_server, [key], "http://127.0.0.1:7")
 
     try:
-        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+        for done in ends(tier.store(chunks_of(keys), ROOT)):
+            assert done.ok
         wait_until(lambda: all(map(announced, keys)))
         first = counts["announced"]
         tier.remove(keys[3])
@@ -603,7 +605,8 @@ def test_the_rounds_go_on_whatever_fails_in_one(
     keys = fresh_keys(2)
     counts = Counter[str]()
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+    for done in ends(tier.store(chunks_of(keys), ROOT)):
+        assert done.ok
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
 
@@ -645,7 +648,8 @@ def test_no_round_announces_more_than_its_part(
     monkeypatch.setattr(PeerDirectoryConnection, "announce", counted)
     keys = fresh_keys(10)
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+    for done in ends(tier.store(chunks_of(keys), ROOT)):
+        assert done.ok
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(

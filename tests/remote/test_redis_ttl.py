@@ -466,9 +466,8 @@ def check_order(
         return all(abs(lost - n) < 0.5 for n, lost in enumerate(lasts()))
 
     backwards = list(reversed(list(enumerate(keys))))
-    assert all(
-        end.ok for end in ends(tier.store(list(reversed(placed(keys))), ROOT))
-    )
+    for end in ends(tier.store(list(reversed(placed(keys))), ROOT)):
+        assert end.ok
     assert stepwise()
     for client in clients:
         for each in client.keys("*"):

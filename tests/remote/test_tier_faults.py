@@ -102,7 +102,8 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(
         server.kill()
         done = ends(begun, LATE_SECONDS)
         assert not done[-1].ok
-        assert all(end.ok or end.reason in TROUBLE for end in done)
+        for end in done:
+            assert end.ok or end.reason in TROUBLE
         proxy.heal()
         assert set(load(tier, keys, LARGE)) <= TROUBLE
         server.restart()  # empty now
@@ -133,7 +134,8 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(
         proxy.heal()
         try:
             done = ends(begun, LATE_SECONDS)
-            assert all(end.ok or end.reason in TROUBLE for end in done)
+            for end in done:
+                assert end.ok or end.reason in TROUBLE
             for _ in range(3):
                 reasons = load(tier, keys_of(2, chain=1), LARGE)
                 assert set(reasons) <= {
@@ -219,7 +221,8 @@ def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None
         truth.config_set("maxmemory", "1mb")
         done = save(tier, more, LARGE)
         assert {end.reason for end in done} <= {Reason.FULL, Reason.TIER_SKIPPED}
-        assert not any(e.ok for e in done)
+        for e in done:
+            assert not e.ok
         assert done[0].reason is Reason.FULL
         assert tier.stats()["drop_full"] >= 1
         recovers(tier, keys, LARGE)  # a no is not a failure
@@ -270,8 +273,10 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
         with tier_on(on(replica)) as tier:
             recovers(tier, keys)
             done = save(tier, more)
-            assert not any(end.ok for end in done)
-            assert all(end.reason for end in done)
+            for end in done:
+                assert not end.ok
+            for end in done:
+                assert end.reason
             recovers(tier, keys)
             truth.replicaof("NO", "ONE")
             stores(tier, more)
@@ -306,7 +311,8 @@ def test_a_server_with_another_password(prefix: str = "p") -> None:
                 reasons = load(tier, keys_of(2))
                 assert None not in reasons
                 assert Reason.ABSENT not in reasons
-                assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
+                for end in save(tier, keys_of(2, chain=1)):
+                    assert not end.ok
                 assert "wrong" not in tier.address
         with tier_on(good) as tier:
             recovers(tier, keys_of(2))
@@ -332,7 +338,8 @@ def test_a_user_who_may_not(shared: Server) -> None:
     )
     with tier_on(remote) as tier:
         recovers(tier, keys_of(2))
-        assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
+        for end in save(tier, keys_of(2, chain=1)):
+            assert not end.ok
         recovers(tier, keys_of(2))
 
 
@@ -427,7 +434,8 @@ def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
     saved(on(shared, prefix), keys_of(3))
     with tier_on(on(shared, prefix)) as tier:
         assert tier.clear() == 3
-    assert all(truth.exists(name) for name in near)
+    for name in near:
+        assert truth.exists(name)
 
 
 @pytest.mark.parametrize("connections", [1, 4])
@@ -483,7 +491,8 @@ def test_a_full_queue_drops_the_newest(server: Server) -> None:
                 begun = tier.store(chunks_of(keys), ROOT)
             full = [future.result(0) for future in begun[4:]]
             assert full == [Done(False, Reason.QUEUE_FULL)] * 6
-            assert not any(future.done() for future in begun[:4])
+            for future in begun[:4]:
+                assert not future.done()
             assert tier.stats()["drop_queue_full"] == 6
         finally:
             server.cont()
@@ -509,4 +518,5 @@ def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
             assert tier.stats()["miss_deadline"] <= 3
         finally:
             server.cont()
-        assert not any(end.ok for end in ends(begun[1:]))
+        for end in ends(begun[1:]):
+            assert not end.ok
