@@ -128,12 +128,8 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
 
     def child() -> None:
         assert all(store.ledger.hold(match.slots, match.generations))
-        assert all(
-            isinstance(one, Reserved)
-            for one in store.ledger.reserve(
-                keys(range(10, 14)), namespace=NAMESPACE
-            )
-        )
+        for one in store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE):
+            assert isinstance(one, Reserved)
         os.kill(os.getpid(), signal.SIGKILL)
 
     in_child(child, -signal.SIGKILL)
@@ -312,7 +308,8 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
         if os.getpid() != parent:
             os._exit(session.member != 0)  # it has written that it is one
     assert ends == [0]
-    assert all(isinstance(one, Reserved) for one in outcomes)
+    for one in outcomes:
+        assert isinstance(one, Reserved)
     assert ledger.commit(outcomes) == [True] * 5
     admin.check(ledger)
     ledger.close()

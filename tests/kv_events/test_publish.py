@@ -560,7 +560,8 @@ def test_of_a_namespace_with_a_salt_of_its_own_no_tokens_are_published(
         router = Router(cache.publish_events(ANY))
         stored(cache, np.asarray(prompt(2)))
         wait_until(lambda: router.receive() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
-        assert not any(event.get("token_ids") for event in router.events)
+        for event in router.events:
+            assert not event.get("token_ids")
         router.close()
 
 
@@ -638,4 +639,5 @@ def test_without_a_prompt_log_a_close_leaves_no_tokens(
         cache.publish_events(ANY)
         cache.store(tokens, kit.kv_of(tokens).transfer)
         directories = [ledger.directory for _, ledger in cache._tiers.ledgers()]
-    assert not any((directory / "notes").exists() for directory in directories)
+    for directory in directories:
+        assert not (directory / "notes").exists()

@@ -36,9 +36,14 @@ def test_a_row_describes_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
     ledger.match_prefix(keys(1, 2), lease_seconds=20)
     clock.advance(10)
     [row] = [row for row in admin.list_chunks(ledger) if row.key == keys(2)[0]]
-    assert (row.slot, row.generation) == (stored.slot, stored.generation)
-    assert (row.namespace_root, row.position, row.tokens) == (TENANT, 1, 16)
-    assert (row.hits, row.leased, row.pinned) == (1, True, True)
+    assert row.slot == stored.slot
+    assert row.generation == stored.generation
+    assert row.namespace_root == TENANT
+    assert row.position == 1
+    assert row.tokens == 16
+    assert row.hits == 1
+    assert row.leased is True
+    assert row.pinned is True
     assert row.last_use_age_seconds == pytest.approx(10, abs=0.01)
 
 
@@ -198,11 +203,9 @@ def test_counters_are_the_fixed_vocabulary(ledger: Ledger) -> None:
     admin.remove(ledger, keys(1))
     ledger.count({"hit_tokens": 512})
     counters = admin.counters(ledger)
-    assert (
-        counters["stored_chunks"],
-        counters["removed_chunks"],
-        counters["hit_tokens"],
-    ) == (2, 1, 512)
+    assert counters["stored_chunks"] == 2
+    assert counters["removed_chunks"] == 1
+    assert counters["hit_tokens"] == 512
     with pytest.raises(KeyError):
         ledger.count({"no such counter": 1})
 

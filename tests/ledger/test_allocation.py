@@ -113,7 +113,8 @@ def test_the_window_and_the_quota(ledger: Ledger) -> None:
     ] * (10 - ledger.window)
     second = ledger.reserve(keys(*range(100, 104)), namespace=TENANT)
     third = ledger.reserve(keys(200), namespace=TENANT)
-    assert all(isinstance(one, Reserved) for one in second)
+    for one in second:
+        assert isinstance(one, Reserved)
     assert third == [Refused(keys(200)[0], Reason.FULL)]
     ledger.abort(reserved(first)[:1])
     assert isinstance(ledger.reserve(keys(200), namespace=TENANT)[0], Reserved)

@@ -466,7 +466,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for key in there:
             self.model.leave(key)
         found = self.found()
-        assert not any(key in found for key in there)
+        for key in there:
+            assert key not in found
 
     @precondition(lambda self: self.model.ready)
     @rule(data=st.data())

@@ -493,10 +493,8 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
         kernels.move(
             kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16, gather=True
         )
-    assert all(
-        torch.equal(memory, was)
-        for memory, was in zip(case.memory, before, strict=True)
-    )
+    for memory, was in zip(case.memory, before, strict=True):
+        assert torch.equal(memory, was)
 
 
 def test_what_was_sent_does_not_keep_the_table() -> None:

@@ -75,7 +75,8 @@ def test_another_table_of_the_same_planes() -> None:
         expected_slot(case, [plane.view for plane in source], start)
         for start in case.starts
     ]
-    assert (first.num_tokens, kv.num_tokens) == (8, 16)
+    assert first.num_tokens == 8
+    assert kv.num_tokens == 16
     one = [poisoned(case.layout)]
     first.to_slots([0], one)
     other = case_of([24, 64], [1, 2])
@@ -107,7 +108,8 @@ def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None
     with pytest.raises(ValueError, match="block_table: a block that is -1"):
         slots = poisoned_slots(case.layout, len(case.starts))
         case.kv(PagesKV, case.planes(1)).to_slots(case.starts, slots)
-    assert all((slot == 0xA5).all() for slot in slots)
+    for slot in slots:
+        assert (slot == 0xA5).all()
 
 
 @pytest.mark.parametrize("apart", [0, 3])
@@ -338,11 +340,9 @@ def test_a_slot_that_is_too_short_is_refused() -> None:
 
 def test_what_it_says_of_itself() -> None:
     kv = _pages()
-    assert (kv.num_tokens, kv.run_bytes, kv.layout) == (
-        12,
-        16,
-        layout_of([16], 2),
-    )
+    assert kv.num_tokens == 12
+    assert kv.run_bytes == 16
+    assert kv.layout == layout_of([16], 2)
     assert make_planes([16], 0)[0].view.shape == (BLOCKS, 16)
 
 
