@@ -84,6 +84,19 @@ def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
     return [one for one in outcomes if isinstance(one, Reserved)]
 
 
+def rooms_for(
+    ledger: Ledger, wanted: Sequence[bytes], **how: int
+) -> list[Reserved]:
+    """Reserve slots for chunks of one tenant; return those that there were."""
+    outcomes = ledger.reserve(wanted, namespace=TENANT, **how)
+    return reserved(outcomes)
+
+
+def gauge(ledger: Ledger, name: str) -> int:
+    """Return one number of what is in a ledger."""
+    return admin.gauges(ledger)[name]
+
+
 def put(
     ledger: Ledger,
     wanted: Sequence[bytes],

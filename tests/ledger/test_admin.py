@@ -20,6 +20,7 @@ from tests.faults.support import open_files_left
 from tests.ledger.support import (
     OTHER,
     TENANT,
+    gauge,
     keys,
     opened,
     places,
@@ -170,29 +171,29 @@ def test_gauges_count_every_slot_once(ledger: Ledger) -> None:
 def test_leases_are_bounded(ledger: Ledger, clock: FakeClock) -> None:
     stored = put(ledger, keys(*range(32)), chained=False)
     ledger.lease(*places(stored), 10_000.0)
-    assert admin.gauges(ledger)["leased"] == 16
+    assert gauge(ledger, "leased") == 16
     clock.advance(59)
     ledger.lease(*places(stored[:16]), 1.0)
-    assert admin.gauges(ledger)["leased"] == 16
+    assert gauge(ledger, "leased") == 16
     clock.advance(2)
-    assert admin.gauges(ledger)["leased"] == 0
+    assert gauge(ledger, "leased") == 0
 
 
 def test_a_lease_of_what_is_gone_keeps_nothing(ledger: Ledger) -> None:
     stored = put(ledger, keys(1))
     admin.remove(ledger, keys(1))
     ledger.lease(*places(stored), 10.0)
-    assert admin.gauges(ledger)["leased"] == 0
+    assert gauge(ledger, "leased") == 0
 
 
 def test_a_lease_ends_with_its_chunk(ledger: Ledger) -> None:
     stored = put(ledger, keys(*range(4)))
     ledger.lease(*places(stored), 30.0)
     admin.remove(ledger, keys(*range(4)))
-    assert admin.gauges(ledger)["leased"] == 0
+    assert gauge(ledger, "leased") == 0
     again = put(ledger, keys(*range(10, 14)))
     assert {one.slot for one in again} == {one.slot for one in stored}
-    assert admin.gauges(ledger)["leased"] == 0, (
+    assert gauge(ledger, "leased") == 0, (
         "what comes after it can be evicted at once"
     )
 
@@ -361,7 +362,7 @@ def test_leases_are_counted_outside_the_gate(
         monkeypatch.context() as watching
     ):  # the fixture checks the ledger afterwards
         watching.setattr(ledger, "columns", Watched())
-        assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
+        assert admin.numbers(ledger)["leased"] == gauge(ledger, "leased")
     assert inside == [False, False]
 
 

@@ -26,12 +26,14 @@ from tests.ledger.support import (
     OTHER,
     TENANT,
     Other,
+    gauge,
     keys,
     opened,
     places,
     present,
     put,
     reserved,
+    rooms_for,
 )
 
 # admission
@@ -43,7 +45,7 @@ def test_a_key_of_another_length_is_refused_before_anything_is_changed(
 ) -> None:
     with pytest.raises(ValueError, match="32"):
         ledger.reserve([*keys(1), wrong], namespace=TENANT)
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 def test_a_chunk_has_a_part(ledger: Ledger) -> None:
@@ -80,9 +82,7 @@ def test_no_two_reservations_have_a_generation_or_a_slot_in_common(
 ) -> None:
     seen: set[int] = set()
     for turn in range(20):
-        rooms = reserved(
-            ledger.reserve(keys(*range(turn * 4, turn * 4 + 4)), namespace=TENANT)
-        )
+        rooms = rooms_for(ledger, keys(*range(turn * 4, turn * 4 + 4)))
         assert len({room.slot for room in rooms}) == 4
         assert not seen & {room.generation for room in rooms}
         seen |= {room.generation for room in rooms}
@@ -90,7 +90,7 @@ def test_no_two_reservations_have_a_generation_or_a_slot_in_common(
 
 
 def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     sent = pickle.dumps(room)
 
     def work() -> None:
@@ -127,20 +127,9 @@ def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
 
     def work() -> None:
         for start in (100, 104):
-            assert (
-                len(
-                    reserved(
-                        ledger.reserve(
-                            keys(*range(start, start + 4)), namespace=TENANT
-                        )
-                    )
-                )
-                == 4
-            )
-        assert not reserved(ledger.reserve(keys(200), namespace=TENANT))
-        assert len(reserved(ledger.reserve(keys(0), namespace=TENANT))) == 0, (
-            "Busy"
-        )
+            assert len(rooms_for(ledger, keys(*range(start, start + 4)))) == 4
+        assert not rooms_for(ledger, keys(200))
+        assert len(rooms_for(ledger, keys(0))) == 0, "Busy"
 
     in_child(work)
 
@@ -148,16 +137,12 @@ def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
 def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(*range(4)), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(*range(4)))
     in_child(
         lambda: _must(all(ledger.adopt(rooms, 0)) and all(ledger.commit(rooms)))
     )
-    assert (
-        len(reserved(ledger.reserve(keys(*range(10, 14)), namespace=TENANT))) == 4
-    )
-    assert (
-        len(reserved(ledger.reserve(keys(*range(20, 24)), namespace=TENANT))) == 4
-    )
+    assert len(rooms_for(ledger, keys(*range(10, 14)))) == 4
+    assert len(rooms_for(ledger, keys(*range(20, 24)))) == 4
 
 
 # busy and superseded
@@ -166,24 +151,24 @@ def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(
 def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    slow = rooms_for(ledger, keys(1))
     clock.advance(9.9)
     assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
     clock.advance(0.2)
-    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    quick = rooms_for(ledger, keys(1))
     assert quick[0].slot != slot_of(slow)
     assert ledger.commit(quick) == [True]
     assert ledger.commit(slow) == [False]
-    assert admin.gauges(ledger)["ready"] == 1
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "ready") == 1
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_the_superseded_one_loses_also_if_it_is_quicker(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    slow = rooms_for(ledger, keys(1))
     clock.advance(11)
-    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    quick = rooms_for(ledger, keys(1))
     assert ledger.commit(slow) == [False]
     assert ledger.commit(quick) == [True]
 
@@ -192,7 +177,7 @@ def test_a_dead_writer_keeps_nobody_from_reserving_its_key(
     ledger: Ledger,
 ) -> None:
     in_child(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1])
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     assert ledger.commit([room]) == [True]
 
 
@@ -202,7 +187,7 @@ def test_a_dead_writer_keeps_nobody_from_reserving_its_key(
 def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    rooms = rooms_for(ledger, keys(1), parts=2)
     for part in (-1, 2):
         with pytest.raises(ValueError, match="part"):
             ledger.commit(rooms, part)
@@ -215,7 +200,7 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(
 
 
 def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     assert ledger.commit([room._replace(key=keys(2)[0])]) == [False]
     assert ledger.commit([room]) == [True]
     assert present(ledger, keys(1, 2)) == [True, False]
@@ -223,37 +208,37 @@ def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> Non
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
     """Bytes are still being copied: no other chunk gets the slot before the copies have ended."""
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    [room] = rooms_for(ledger, keys(1), parts=2)
 
     def adopt() -> None:
         assert ledger.adopt([room], 1) == [True]
 
     with Other(adopt):
         ledger.abort([room])
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
         assert admin.reap(ledger) == 0
-        [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+        [again] = rooms_for(ledger, keys(1))
         assert again.slot != room.slot, (
             "the key is free at once, but the slot is not"
         )
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
     assert admin.reap(ledger) == 1
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert ledger.match_prefix(keys(1)).slots.tolist() == [again.slot]
 
 
 def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
     ledger: Ledger,
 ) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=3))
+    [room] = rooms_for(ledger, keys(1), parts=3)
     assert ledger.commit([room], 0) == [CommitResult.PART]
     receive, send = os.pipe()
 
     def finish() -> None:
         os.read(receive, 1)
         assert ledger.commit([room], 2) == [False]
-        assert not admin.gauges(ledger)["reserved"]
+        assert not gauge(ledger, "reserved")
 
     def adopt_then_finish() -> None:
         assert ledger.adopt([room], 2) == [True]
@@ -264,25 +249,25 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
     pid = child(adopt_then_finish)
     os.read(adopted_receive, 1)
     ledger.abort([room])
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
     os.write(send, b"x")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert present(ledger, keys(1)) == [False]
 
 
 def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
     in_child(lambda: ledger.abort(rooms))
     assert ledger.commit(rooms) == [True]
 
 
 def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    rooms = rooms_for(ledger, keys(1), parts=2)
     admin.clear(ledger, TENANT)
     assert ledger.commit(rooms, 0) == [False]
     assert ledger.commit(rooms, 1) == [False]
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 # victims
@@ -446,7 +431,7 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
         return named
 
     monkeypatch.setattr(ledger, "_victims", overtaken)
-    [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(888))
     assert present(ledger, keys(777)) == [True], (
         "a new chunk was evicted instead of an old one"
     )

@@ -19,12 +19,13 @@ from tests.children import child, in_child, wait
 from tests.ledger.support import (
     TENANT,
     Other,
+    gauge,
     keys,
     opened,
     places,
     present,
     put,
-    reserved,
+    rooms_for,
 )
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
@@ -53,13 +54,11 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
         slots = np.array([one.slot for one in stored])
         generations = np.array([one.generation for one in stored], np.uint64)
         assert all(ledger.hold(slots, generations))
-        assert (
-            len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
-        )
+        assert len(rooms_for(ledger, keys(10, 11, 12))) == 3
 
     with Other(work):
         assert admin.reap(ledger) == 0
-        assert admin.gauges(ledger)["members"] == 2
+        assert gauge(ledger, "members") == 2
     assert admin.reap(ledger) == 3
     assert admin.reap(ledger) == 0
     gauges = admin.gauges(ledger)
@@ -78,16 +77,7 @@ def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(
 
     def work() -> None:
         for at in (0, 100):
-            assert (
-                len(
-                    reserved(
-                        ledger.reserve(
-                            keys(*range(at, at + 100)), namespace=TENANT
-                        )
-                    )
-                )
-                == 100
-            )
+            assert len(rooms_for(ledger, keys(*range(at, at + 100)))) == 100
 
     in_child(work)
     assert ledger.session.write(partial(members.reap, most=BATCH)) == BATCH
@@ -102,7 +92,7 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     ledger: Ledger,
 ) -> None:
     def work() -> None:
-        rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+        rooms = rooms_for(ledger, keys(1, 2))
         os.write(
             send,
             b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms),
@@ -120,9 +110,7 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     assert ledger.adopt(rooms[:1], 0) == [True]
     os.write(let_go, b"!")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 1, (
-        "only what nobody writes into is free"
-    )
+    assert gauge(ledger, "reserved") == 1, "only what nobody writes into is free"
     assert ledger.commit(rooms[:1]) == [True]
     assert ledger.commit(rooms[1:]) == [False]
     for end in (receive, send, go_on, let_go):
@@ -193,26 +181,26 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
 ) -> None:
     def work() -> None:
         ledger.register_device()
-        assert len(reserved(ledger.reserve(keys(1, 2), namespace=TENANT))) == 2
+        assert len(rooms_for(ledger, keys(1, 2))) == 2
 
     Other(work).end()
     assert admin.reap(ledger) == 0
-    assert admin.gauges(ledger)["reserved"] == 2
-    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    assert gauge(ledger, "reserved") == 2
+    rooms = rooms_for(ledger, keys(1, 2))
     assert len(rooms) == 2
     assert all(ledger.commit(rooms))
     clock.advance(GRACE_SECONDS - 0.1)
     assert admin.reap(ledger) == 0
     clock.advance(0.2)
     assert admin.reap(ledger) == 2
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     assert all(present(ledger, keys(1, 2)))
 
 
 def test_the_grace_is_for_who_writes_and_not_for_who_reserved(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1, 2))
 
     def work() -> None:
         ledger.register_device()
@@ -220,7 +208,7 @@ def test_the_grace_is_for_who_writes_and_not_for_who_reserved(
 
     Other(work).end()
     assert admin.reap(ledger) == 0
-    assert admin.gauges(ledger)["reserved"] == 2
+    assert gauge(ledger, "reserved") == 2
     clock.advance(GRACE_SECONDS + 1)
     assert admin.reap(ledger) == 2
 
@@ -239,7 +227,7 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
     clock.reboot("next boot", seconds=5)
     again = opened(tmp_path, clock=clock, kind="file")
     assert not len(rebuild.unscanned(again))
-    assert not admin.gauges(again)["reserved"]
+    assert not gauge(again, "reserved")
     admin.check(again)
     again.close()
 
@@ -304,7 +292,7 @@ def test_too_many_members_are_refused_until_one_leaves(
     in_child(work)
     third.end()
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     ledger.close()
 
 
@@ -323,7 +311,7 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     assert wait(child(die)) == -signal.SIGKILL
     in_child(lambda: (admin.gauges(ledger), None)[1])
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     ledger.close()
 
 

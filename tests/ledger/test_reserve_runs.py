@@ -24,6 +24,7 @@ from tests.interrupts import Interrupted
 from tests.ledger.support import (
     PATIENT_SECONDS,
     TENANT,
+    gauge,
     keys,
     opened,
     put,
@@ -136,7 +137,7 @@ def test_no_runs_and_no_keys(ledger: Ledger) -> None:
         reserve(ledger, [run_of(ledger, keys(5)), run_of(ledger, [b"short"])])
     with pytest.raises(ValueError, match="part"):
         ledger.reserve_runs([run_of(ledger, keys(6))], parts=0)
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
 
 
 def test_without_time_every_run_is_told_so_and_nothing_is_kept(
@@ -148,7 +149,7 @@ def test_without_time_every_run_is_told_so_and_nothing_is_kept(
     assert outcomes == [
         [Refused(key, Reason.LEDGER_BUSY) for key in run.keys] for run in runs
     ]
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 def test_an_interrupted_call_keeps_no_slot(
@@ -164,7 +165,7 @@ def test_an_interrupted_call_keeps_no_slot(
         patch.setattr(Ledger, "_note_reserved", interrupted)
         with pytest.raises(Interrupted):
             reserve(ledger, runs)
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
     assert [kinds(each) for each in reserve(ledger, runs)] == [
         [Reserved, Reserved],
         [Reserved],

@@ -41,12 +41,14 @@ from tests.ledger.support import (
     TENANT,
     Other,
     gate_taken,
+    gauge,
     keys,
     opened,
     places,
     present,
     put,
     reserved,
+    rooms_for,
     spec,
 )
 
@@ -63,7 +65,7 @@ def busy_store(ledger: Ledger) -> None:
     assert len(ledger.match_prefix(keys(1099)).slots) == 1
     admin.remove(ledger, keys(1099))
     assert admin.clear(ledger) > 0
-    assert admin.gauges(ledger)["free"] == ledger.slots
+    assert gauge(ledger, "free") == ledger.slots
     admin.check(ledger)
 
 
@@ -244,7 +246,7 @@ def test_what_waits_is_done_once_even_if_a_transaction_fails_between(
 def test_a_late_commit_with_a_wrong_part_spoils_nobody_elses_call(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
     with pytest.raises(ValueError, match="part"):
         ledger.commit(rooms, part=3)
     with gate_taken(ledger):
@@ -254,7 +256,7 @@ def test_a_late_commit_with_a_wrong_part_spoils_nobody_elses_call(
 
 
 def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1, 2, 3, 4))
     with gate_taken(ledger):
         threads = [
             threading.Thread(
@@ -270,7 +272,7 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
             thread.join(60)
     put(ledger, keys(9))
     assert all(present(ledger, keys(1, 2, 3, 4)))
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 @pytest.mark.slow
@@ -278,7 +280,7 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(
     shm_root: Path,
 ) -> None:
     ledger = opened(shm_root, slots=2048)
-    rooms = reserved(ledger.reserve(keys(*range(256)), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(*range(256)))
     assert len(rooms) == 256
     with gate_taken(ledger):
         for call in (
@@ -324,9 +326,9 @@ def steps(ledger: Ledger, rooms: list[Reserved], step: str) -> None:
     if step == "reserve":
         ledger.reserve(keys(500, 501), namespace=TENANT)
     elif step == "commit":
-        ledger.commit(reserved(ledger.reserve(keys(600, 601), namespace=TENANT)))
+        ledger.commit(rooms_for(ledger, keys(600, 601)))
     elif step == "abort":
-        ledger.abort(reserved(ledger.reserve(keys(600, 601), namespace=TENANT)))
+        ledger.abort(rooms_for(ledger, keys(600, 601)))
     elif step == "remove":
         admin.remove(ledger, [room.key for room in rooms[:3]])
     else:
@@ -368,7 +370,7 @@ def test_a_death_at_any_step_loses_no_slot(
             keys(*range(2000 + 100 * turn, 2032 + 100 * turn)),
             chained=False,
         )
-    assert admin.gauges(ledger)["ready"] == 32 and not any(
+    assert gauge(ledger, "ready") == 32 and not any(
         present(ledger, keys(600, 601))
     ), "all slots can be used again"
     busy_store(ledger)
@@ -380,7 +382,7 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
 ) -> None:
     def die() -> None:
         ledger = opened(shm_root)
-        rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+        rooms = rooms_for(ledger, keys(1, 2))
         monkeypatch.setattr(
             Transaction,
             "publish",
@@ -400,7 +402,7 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
 
 
 def test_a_child_is_a_stranger_with_a_number_of_its_own(ledger: Ledger) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     number = ledger.session.member
 
     def act() -> None:
@@ -444,17 +446,17 @@ def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(
 def test_what_waits_in_the_parent_is_not_done_by_the_child(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
     with gate_taken(ledger):
         ledger.abort(rooms, deadline_seconds=0.02)
 
     def act() -> None:
         put(ledger, keys(2))
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
 
     in_child(act)
     put(ledger, keys(3))
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_a_fork_while_a_thread_waits_at_the_gate(
@@ -566,8 +568,8 @@ def test_forks_among_busy_threads(ledger: Ledger) -> None:
         for thread in threads:
             thread.join(60)
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1
-    assert not admin.gauges(ledger)["reserved"]
+    assert gauge(ledger, "members") == 1
+    assert not gauge(ledger, "reserved")
 
 
 # threads
@@ -601,7 +603,7 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
         thread.join(60)
     assert not errors
     admin.check(ledger)
-    assert admin.gauges(ledger)["ready"] == 241
+    assert gauge(ledger, "ready") == 241
     assert isinstance(ledger.reserve(keys(7), namespace=TENANT)[0], Present)
     ledger.close()
 

@@ -30,6 +30,7 @@ from tests.ledger.support import (
     OTHER,
     TENANT,
     gate_taken,
+    gauge,
     keys,
     opened,
     present,
@@ -130,7 +131,7 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
             tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100}
         )
         put(ledger, keys(number), tenant(number), chained=False)
-    assert admin.gauges(ledger)["ready"] == 6000
+    assert gauge(ledger, "ready") == 6000
     assert all(present(ledger, keys(*range(6000))))
     admin.check(ledger)
     assert admin.clear(ledger, tenant(77)) == 1
