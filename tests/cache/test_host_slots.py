@@ -33,6 +33,7 @@ from tests.cache.kit import (
     cache_at,
     copied,
     counters_of,
+    hit_of,
     keys_of,
     kv_of,
     on_disk,
@@ -102,16 +103,16 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(
             == [True] * 6
         )
         assert cache.lookup(tokens).by_tier == {"host": 96}
-        assert served(cache, tokens)[0].num_tokens == 96
+        assert hit_of(cache, tokens).num_tokens == 96
         assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
         for item in reserved_for(cache, tokens):
             assert isinstance(item, Present)
         assert cache.flush(100)
         assert cache._tiers.host is not None
         cache._tiers.host.clear()
-        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+        assert hit_of(cache, tokens).by_tier == {"disk": 96}
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+        assert hit_of(cache, tokens).by_tier == {"disk": 96}
 
 
 def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
@@ -188,7 +189,7 @@ def test_write_back_writes_what_is_left_when_it_closes(
         written(cache, prompt(5))
         assert on_disk(cache, prompt(5)) == 0
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert served(cache, prompt(5))[0].by_tier == {"disk": 80}
+        assert hit_of(cache, prompt(5)).by_tier == {"disk": 80}
 
 
 def test_selective_writes_what_was_copied_out_often(
@@ -270,7 +271,7 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         tokens = prompt(14)
         assert slots._ledger.window == 8
         assert len(written(cache, tokens)) == 14
-        assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 14 * CHUNK
         use = slots._ledger.columns.last_use[
             slots.match_prefix(keys_of(cache, tokens), 0, touch=False).slots
         ]
@@ -540,7 +541,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
 
 
 def test_a_reserve_waits_no_longer_than_its_deadline(shm_root: Path) -> None:

@@ -24,8 +24,10 @@ from tests.cache.kit import (
     NAMESPACE,
     SPAWN,
     cache_at,
+    hit_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -51,7 +53,7 @@ def _explained(
     before = cache.stats()["counters"]
     explained = cache.explain(tokens)
     assert cache.stats()["counters"] == before
-    for hit in (explained, cache.lookup(tokens), served(cache, tokens)[0]):
+    for hit in (explained, cache.lookup(tokens), hit_of(cache, tokens)):
         assert hit.reason is reason, hit
         assert re.search(detail, hit.detail), hit.detail
     counters = cache.stats()["counters"]
@@ -158,7 +160,7 @@ def test_a_prompt_shorter_than_a_chunk_is_a_short_prompt(shm_root: Path) -> None
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(1))
         _explained(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
-        assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (
+        assert put(cache, prompt(0.9)) == (
             0,
             0,
             0,
@@ -188,12 +190,12 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
     cache, slab = faulty_cache(shm_root, tmp_path, disk_clock=FakeClock())
     with cache:
         slab.fail_next("read", Fault.EIO, times=100)
-        reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
+        reasons = [hit_of(cache, prompt(3, seed)).reason for seed in range(6)]
         assert reasons[0] is Reason.IO_ERROR
         assert reasons[-1] is Reason.TIER_SKIPPED
         assert "failed repeatedly" in cache.explain(prompt(3, 5)).detail
         stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier continues
-        assert served(cache, prompt(3, 9))[0].num_tokens == 48
+        assert hit_of(cache, prompt(3, 9)).num_tokens == 48
 
 
 def test_what_loads_too_slowly_is_a_missed_deadline(
@@ -250,7 +252,7 @@ def test_a_ledger_that_another_process_locks_is_ledger_busy(
         process.kill()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        assert served(cache, prompt(3))[0].num_tokens == 48
+        assert hit_of(cache, prompt(3)).num_tokens == 48
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict)
         assert counters["miss_ledger_busy"] >= 2

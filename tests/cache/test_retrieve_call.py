@@ -30,6 +30,7 @@ from tests.cache.kit import (
     config_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -119,12 +120,12 @@ def test_without_a_host_tier_chunks_pass_through_a_few_buffers(
     tokens = prompt(100)
     with cache_at(None, tmp_path) as cache:
         assert cache.tiers == ("disk",)
-        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
+        assert put(cache, tokens).num_chunks == 100
         assert cache.flush(100)
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"disk": 1600}
         assert cache.stats()["staging_buffers"] == 0
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 100, 0, None)
+        assert put(cache, tokens) == (0, 0, 100, 0, None)
 
 
 def test_what_is_queued_is_read_from_the_queue(
@@ -134,7 +135,7 @@ def test_what_is_queued_is_read_from_the_queue(
     tokens = prompt(6)
     slab.fail_next("write", Fault.HANG)
     with cache:
-        cache.store(tokens, kv_of(tokens).transfer)
+        put(cache, tokens)
         assert slab.hanging.wait(30)
         assert not cache.flush(0.05)
         assert served(cache, tokens)[0].by_tier == {"host": 96}
@@ -156,7 +157,7 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
                 admin.remove(ledger, keys[5:])
                 other = prompt(50, 9)
                 # overwrites the slots while they are copied
-                cache.store(other, kv_of(other).transfer)
+                put(cache, other)
 
         kv = blank(tokens)
         hit = cache.retrieve(tokens, Evicting(kv.transfer))
@@ -232,9 +233,9 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
         assert patience.waited >= 0.15
         assert not patience.ended, patience.said()
         # another call does it
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)
+        assert put(cache, tokens) == (0, 0, 4, 0, None)
         ledger.abort([item for item in reserved if isinstance(item, Reserved)])
-        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
+        assert put(cache, tokens).num_chunks == 4
 
 
 @pytest.mark.slow
@@ -348,9 +349,7 @@ def test_an_exception_of_a_tier_is_a_miss(
         assert hit.num_tokens == 0
         assert hit.reason == Reason.IO_ERROR
         assert "torn" in hit.detail
-        assert (
-            cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
-        )
+        assert put(cache, tokens).reason is Reason.IO_ERROR
         monkeypatch.undo()
         assert cache.stats()["misses"] == {"io_error": 2}
 

@@ -23,11 +23,11 @@ from tests.cache.kit import (
     NAMESPACE,
     config_of,
     counters_of,
+    hit_of,
     keys_of,
-    kv_of,
     on_disk,
     prompt,
-    served,
+    put,
     stored,
 )
 
@@ -59,13 +59,13 @@ def found_by_another(url: str, memory: Path) -> int:
     store.
     """
     with machine(url, memory, FakeClock()) as cache:
-        return served(cache, HOT)[0].by_tier.get("redis", 0) // CHUNK
+        return hit_of(cache, HOT).by_tier.get("redis", 0) // CHUNK
 
 
 def use(cache: Cache, clock: FakeClock, seconds: float = 3.0) -> None:
     """Serve the hot prompt from host memory, some time later."""
     clock.advance(seconds)
-    assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
+    assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
     assert cache.flush(100)
 
 
@@ -104,7 +104,7 @@ def test_after_a_store_of_what_is_here_already(shm_root: Path) -> None:
         stored(cache, HOT)
         client.Redis(port=redis.port).flushall()
         clock.advance(3)
-        assert cache.store(HOT, kv_of(HOT).transfer).present == 20
+        assert put(cache, HOT).present == 20
         assert cache.flush(100)
         assert found_by_another(redis.url, shm_root / "b") == 20
 
@@ -157,7 +157,7 @@ def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None
             assert truth.pexpire(name, 60_000)  # as if most of the hour were over
         clock.advance(1800)
         if from_below:
-            assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+            assert hit_of(cache, HOT, tiers=["redis"]).by_tier == {
                 "redis": 20 * CHUNK
             }
             assert cache.flush(100)
@@ -255,11 +255,11 @@ def test_who_may_only_read_gets_one_warning_and_reads_on(
             machine(url, shm_root / "b", clock) as cache,
             caplog.at_level(logging.WARNING),
         ):
-            assert served(cache, HOT)[0].by_tier == {"redis": 20 * CHUNK}
+            assert hit_of(cache, HOT).by_tier == {"redis": 20 * CHUNK}
             for _ in range(10):
                 use(cache, clock)
                 clock.advance(3)
-                assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+                assert hit_of(cache, HOT, tiers=["redis"]).by_tier == {
                     "redis": 20 * CHUNK
                 }
             assert (
@@ -307,6 +307,6 @@ def test_what_only_the_disk_served_is_kept_alive_further_down(
             redis.url, shm_root / "after a boot", clock, tmp_path
         ) as cache:
             assert on_disk(cache, HOT) == 20
-            assert served(cache, HOT)[0].by_tier == {"disk": 20 * CHUNK}
+            assert hit_of(cache, HOT).by_tier == {"disk": 20 * CHUNK}
             assert cache.flush(100)
         assert truth.dbsize() == 20

@@ -21,7 +21,15 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, redis_server
-from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
+from tests.cache.kit import (
+    CHUNK,
+    cache_at,
+    hit_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+)
 from tests.remote.chunks import (
     ROOT,
     chunks_of,
@@ -111,7 +119,7 @@ def test_a_look_up_sends_the_object_store_nothing(
             assert cache.lookup(tokens).num_tokens == 40 * CHUNK
             assert cache.lookup(prompt(20, 7)).num_tokens == 0
         assert asked == before
-        assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 40 * CHUNK
         stored(cache, tokens)
         assert asked["PUT"] == 40
         assert asked["HEAD"] == 0
@@ -129,7 +137,7 @@ def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
         with cache_at(
             None, None, remote=url.replace(f":{server.port}/", f":{proxy.port}/")
         ) as cache:
-            assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+            assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 @pytest.mark.slow
@@ -158,7 +166,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
             assert not other.exists(mark)
         stored(cache, tokens)
     with cache_at(None, None, remote=url) as cache:
-        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 def test_an_index_that_was_emptied_is_filled_by_stores(
@@ -171,9 +179,9 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
     with client.Redis(port=server.port) as other:
         other.flushall()
     with cache_at(None, None, remote=url) as cache:
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
         stored(cache, tokens)
-        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 def test_a_load_keeps_the_mark(
@@ -187,7 +195,7 @@ def test_a_load_keeps_the_mark(
             (mark,) = other.keys("pagoda-index-*")
             other.pexpire(mark, 1_000_000)
         with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
-            assert served(cache, prompt(1))[0].num_tokens == CHUNK
+            assert hit_of(cache, prompt(1)).num_tokens == CHUNK
         assert 2_000_000 < other.pttl(mark) <= 3_600_000
 
 
@@ -273,7 +281,7 @@ def test_remove_and_clear_reach_both(
         assert len(other.keys("pagoda-index-*")) == 4 == other.dbsize()
         cache.clear()
         assert other.dbsize() == 0
-        assert served(cache, prompt(4))[0].num_tokens == 0
+        assert hit_of(cache, prompt(4)).num_tokens == 0
 
     keys = keys_of(2)
     with (
@@ -313,7 +321,7 @@ def test_two_stores_share_an_index(s3: Server, server: Server) -> None:
         stored(cache, prompt(3))
     for remote in (two, f"{server.url}/0?look=30s&deadline=30s"):
         with cache_at(None, None, remote=remote) as cache:
-            assert served(cache, prompt(3))[0].num_tokens == 0
+            assert hit_of(cache, prompt(3)).num_tokens == 0
 
 
 def test_what_an_index_may_be() -> None:
