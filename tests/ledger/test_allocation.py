@@ -28,10 +28,12 @@ from tests.ledger.support import (
     Other,
     gauge,
     keys,
+    matched,
     opened,
     places,
     present,
     put,
+    put_alone,
     reserved,
     rooms_for,
 )
@@ -281,7 +283,7 @@ def long_store(root: Path, clock: FakeClock) -> tuple[Ledger, list[bytes]]:
     chain = keys(*range(128))
     put(ledger, chain[:64])
     clock.advance(1)
-    put(ledger, keys(*range(1000, 1960)), chained=False)
+    put_alone(ledger, range(1000, 1960))
     clock.advance(1)
     return ledger, chain
 
@@ -294,7 +296,7 @@ def test_what_one_call_found_is_not_evicted_by_its_own_later_batches(
     assert [type(one) for one in outcomes] == [Present] * 64 + [Reserved] * 64
     assert ledger.still_valid(*places(outcomes[:64])).all()  # type: ignore[arg-type]
     assert ledger.commit(reserved(outcomes)) == [True] * 64
-    assert len(ledger.match_prefix(chain).slots) == 128
+    assert matched(ledger, chain) == 128
     ledger.close()
 
 
@@ -313,7 +315,7 @@ def test_what_a_store_has_looked_for_is_not_looked_for_again(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it found behind a chunk that is absent is not evicted either."""
-    put(ledger, keys(*range(ledger.slots)), chained=False)
+    put_alone(ledger, range(ledger.slots))
     wanted = keys(101, 0, 102)  # 0 is the coldest
     have = ledger.match_prefix(wanted, asked=False, ahead=ledger.window)
     assert not len(have.slots)
@@ -344,10 +346,10 @@ def test_what_a_call_found_is_not_evicted_by_its_second_attempt(
     ledger: Ledger, clock: FakeClock
 ) -> None:
     old = put(ledger, keys(1, 2))
-    pinned = put(ledger, keys(*range(100, 104)), chained=False)
+    pinned = put_alone(ledger, range(100, 104))
     admin.pin(ledger, [one.key for one in pinned], "ann")
     clock.advance(1)
-    put(ledger, keys(*range(200, 226)), chained=False)
+    put_alone(ledger, range(200, 226))
     clock.advance(1)
     for room in old:
         ledger.columns.last_use[room.slot] += 1
@@ -367,7 +369,7 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
 ) -> None:
     chain = keys(*range(4))
     put(ledger, chain)
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     admin.remove(ledger, chain[:1])
     clock.advance(1)
     outcomes = ledger.reserve(chain, namespace=TENANT)
@@ -380,14 +382,14 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
     assert ledger.commit(reserved(outcomes)) == [True]
     assert admin.check(ledger).unreachable == 0
     clock.advance(2)
-    put(ledger, keys(*range(200, 228)), chained=False)
+    put_alone(ledger, range(200, 228))
     assert all(present(ledger, chain))
 
 
 def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     clock.advance(1)
     chain = keys(*range(4))
     put(ledger, chain)
@@ -398,7 +400,7 @@ def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
 
 
 def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
-    put(ledger, keys(*range(32)), chained=False)
+    put_alone(ledger, range(32))
     clock.advance(1)
     put(ledger, keys(*range(100, 116)), OTHER, chained=False)
     assert present(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
@@ -419,7 +421,7 @@ def _must(holds: bool) -> None:
 def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
     ledger: Ledger, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    old = put_alone(ledger, range(100, 100 + ledger.slots))
     clock.advance(1)
     name_victims = ledger._victims
     named = list[tuple[int, int]]()

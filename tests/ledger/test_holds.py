@@ -22,6 +22,7 @@ from tests.ledger.support import (
     places,
     present,
     put,
+    put_alone,
     rooms_for,
 )
 
@@ -147,7 +148,7 @@ def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(
     ledger: Ledger,
 ) -> None:
     """Otherwise each process that dies would leave a row for every chunk that it was reading."""
-    stored = put(ledger, keys(*range(4)), chained=False)
+    stored = put_alone(ledger, range(4))
     ledger.hold(*places(stored[:1]))
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):
         pass

@@ -14,7 +14,14 @@ from pagoda.base.metrics import Reason
 from pagoda.config import Config
 from pagoda.ledger import Ledger, Present, Refused, Reserved, admin
 from pagoda.testing import FakeClock
-from tests.ledger.support import TENANT, keys, put, spec, teach
+from tests.ledger.support import (
+    TENANT,
+    keys,
+    put,
+    put_alone,
+    spec,
+    teach,
+)
 
 SLOTS = 32
 
@@ -27,7 +34,7 @@ def opened(shm_root: Path, clock: FakeClock) -> Ledger:
 
 def full_of_better(ledger: Ledger, clock: FakeClock) -> None:
     teach(ledger, clock)
-    assert len(put(ledger, keys(*range(SLOTS)), chained=False)) == SLOTS
+    assert len(put_alone(ledger, range(SLOTS))) == SLOTS
     clock.advance(9)
 
 
@@ -142,7 +149,7 @@ def test_what_was_asked_for_before_it_went_counts_when_it_is_back(
     for _ in range(3):
         clock.advance(5)
         ledger.match_prefix(keys(1))
-    put(ledger, keys(*range(10, 10 + SLOTS)), chained=False)
+    put_alone(ledger, range(10, 10 + SLOTS))
     assert ledger.explain_miss(keys(1)[0]).reason is Reason.EVICTED
     put(ledger, keys(1))
     ((slot),) = ledger.match_prefix(keys(1), touch=False).slots.tolist()
@@ -188,7 +195,7 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
     ledger.upkeep_thread.learned[:] = np.nan
     ledger.upkeep_thread.run_once()
     assert np.isfinite(ledger.upkeep_thread.learned).all()
-    assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
+    assert len(put_alone(ledger, range(2 * SLOTS))) == 2 * SLOTS
     ledger.close()
 
 
@@ -210,7 +217,7 @@ def test_every_policy_that_has_a_name_can_be_had(
     assert Config(policy=name).policy == name
     ledger = Ledger.open(spec(shm_root, SLOTS), name)
     ledger.namespaces.register(TENANT, {"model": "test"})
-    assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
+    assert len(put_alone(ledger, range(2 * SLOTS))) == 2 * SLOTS
     assert type(ledger.evictor._policy).__name__.lower() == name
     ledger.close()
 

@@ -21,10 +21,12 @@ from tests.ledger.support import (
     Other,
     gauge,
     keys,
+    matched,
     opened,
     places,
     present,
     put,
+    put_alone,
     rooms_for,
 )
 
@@ -46,7 +48,7 @@ def test_numbers_are_never_used_again(shm_root: Path) -> None:
 
 
 def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
-    stored = put(ledger, keys(*range(4)), chained=False)
+    stored = put_alone(ledger, range(4))
 
     def work() -> None:
         import numpy as np
@@ -66,7 +68,7 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
     assert gauges["reserved"] == 0
     assert gauges["free"] == 28
     assert admin.counters(ledger)["reaped_chunks"] == 3
-    put(ledger, keys(*range(100, 200)), chained=False)
+    put_alone(ledger, range(100, 200))
     assert not any(present(ledger, keys(*range(4))))
 
 
@@ -129,7 +131,7 @@ def test_a_chunk_in_memory_whose_member_died_right_after_the_commit_is_found(
     ledger.close()
     ledger = opened(shm_root)
     admin.reap(ledger)
-    assert len(ledger.match_prefix(keys(1, 2)).slots) == 2
+    assert matched(ledger, keys(1, 2)) == 2
     ledger.close()
 
 
@@ -154,7 +156,7 @@ def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(
 def test_what_the_dead_reserved_is_taken_back_when_room_is_short(
     ledger: Ledger,
 ) -> None:
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     in_child(
         lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1]
     )

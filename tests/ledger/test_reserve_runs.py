@@ -28,6 +28,7 @@ from tests.ledger.support import (
     keys,
     opened,
     put,
+    put_alone,
     reserved,
     shut_to_threads,
 )
@@ -97,7 +98,7 @@ def test_many_short_runs_take_one_transaction(ledger: Ledger) -> None:
 def test_a_full_store_evicts_for_all_runs_and_nothing_that_one_of_them_has(
     ledger: Ledger,
 ) -> None:
-    old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    old = put_alone(ledger, range(100, 100 + ledger.slots))
     kept = [one.key for one in old[:2]]  # the coldest
     runs = [
         run_of(ledger, keys(1, 2)),
@@ -114,7 +115,7 @@ def test_a_full_store_evicts_for_all_runs_and_nothing_that_one_of_them_has(
 def test_where_there_is_no_slot_for_all_the_first_runs_have_theirs(
     ledger: Ledger,
 ) -> None:
-    put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    put_alone(ledger, range(100, 100 + ledger.slots))
     quota = max(ledger.slots // 4, ledger.window)  # of one member
     runs = [run_of(ledger, keys(n)) for n in range(quota + 3)]
     outcomes = [one for each in reserve(ledger, runs) for one in each]

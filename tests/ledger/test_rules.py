@@ -37,11 +37,13 @@ from tests.ledger.support import (
     gate_taken,
     gauge,
     keys,
+    matched,
     must,
     opened,
     places,
     present,
     put,
+    put_alone,
     rooms_for,
     spec,
 )
@@ -118,7 +120,7 @@ def test_a_chunk_that_is_gone_is_no_longer_valid(
             one.key, one.slot, one.generation, Reason.FAILED_CHECK
         )
     else:
-        put(ledger, keys(*range(100, 100 + SLOTS)), chained=False)
+        put_alone(ledger, range(100, 100 + SLOTS))
     assert ledger.still_valid(slots, generations).tolist() == [False]
     assert not len(ledger.match_prefix([one.key]).slots)
 
@@ -155,22 +157,22 @@ def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
 
 def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
     room = rooms_for(ledger, keys(1))
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert not matched(ledger, keys(1))
     assert ledger.match_prefix(keys(1)).reason is Reason.BUSY
     assert ledger.commit(room) == [True]
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
 
 
 def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
     room = rooms_for(ledger, keys(1), parts=2)
     assert ledger.commit(room, part=1) == [CommitResult.PART]
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert not matched(ledger, keys(1))
     assert ledger.commit(room, part=1) == [False], (
         "the same part twice is not both parts"
     )
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert not matched(ledger, keys(1))
     assert ledger.commit(room, part=0) == [CommitResult.WHOLE]
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
 
 
 def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
@@ -288,11 +290,11 @@ def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(
 def test_a_living_members_holds_keep_and_a_dead_ones_do_not(
     ledger: Ledger,
 ) -> None:
-    kept = put(ledger, keys(*range(4)), chained=False)
+    kept = put_alone(ledger, range(4))
     with Other(lambda: must(all(ledger.hold(*places(kept))))):
-        put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
+        put_alone(ledger, range(100, 100 + 2 * SLOTS))
         assert all(present(ledger, keys(*range(4))))
-    put(ledger, keys(*range(300, 300 + SLOTS)), chained=False)
+    put_alone(ledger, range(300, 300 + SLOTS))
     assert not any(present(ledger, keys(*range(4))))
 
 

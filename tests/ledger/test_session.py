@@ -43,10 +43,12 @@ from tests.ledger.support import (
     gate_taken,
     gauge,
     keys,
+    matched,
     opened,
     places,
     present,
     put,
+    put_alone,
     reserved,
     rooms_for,
     spec,
@@ -61,8 +63,8 @@ def clock() -> Clock:
 
 def busy_store(ledger: Ledger) -> None:
     """Check that every use of a store works."""
-    put(ledger, keys(*range(1000, 1100)), chained=False)
-    assert len(ledger.match_prefix(keys(1099)).slots) == 1
+    put_alone(ledger, range(1000, 1100))
+    assert matched(ledger, keys(1099)) == 1
     admin.remove(ledger, keys(1099))
     assert admin.clear(ledger) > 0
     assert gauge(ledger, "free") == ledger.slots
@@ -182,7 +184,7 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
     fill_map(ledger)
     [outcome] = ledger.reserve(keys(5), namespace=TENANT)
     assert outcome == Refused(keys(5)[0], Reason.FULL)
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
     ledger.close()
     again = opened(shm_root)
     assert len(again.match_prefix(keys(1)).slots) == 1
@@ -200,10 +202,10 @@ def test_a_full_map_keeps_nothing_from_being_taken_out(
 
     def look() -> None:
         other = Ledger.open(spec(shm_root, 1024))
-        assert len(other.match_prefix(keys(0)).slots) == 1
+        assert matched(other, keys(0)) == 1
         said.set()
         assert go_on.wait(60)
-        assert not len(other.match_prefix(keys(0)).slots)
+        assert not matched(other, keys(0))
         put(other, keys(2000))
         assert admin.remove(other, keys(2000)) == 1
         other.close()
@@ -343,7 +345,7 @@ def test_a_death_at_any_step_loses_no_slot(
     shm_root: Path, step: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = opened(shm_root)
-    rooms = put(ledger, keys(*range(32)), chained=False)
+    rooms = put_alone(ledger, range(32))
 
     def die() -> None:
         method = "save" if when == "before the commit" else "publish"
@@ -468,7 +470,7 @@ def test_a_fork_while_a_thread_waits_at_the_gate(
 
     def act() -> None:
         os.read(receive, 1)  # the gate is free
-        assert len(ledger.match_prefix(keys(1)).slots) == 1
+        assert matched(ledger, keys(1)) == 1
         put(ledger, keys(2))
 
     with gate_taken(ledger):
@@ -524,7 +526,7 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(
     leave.set()
     writer.join(60)
     assert ended == (pid, 0)
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
     put(ledger, keys(2))
 
 
@@ -687,7 +689,7 @@ def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
     in_child(work)
     opens[0].join(PATIENT_SECONDS)
     other = opened(shm_root / "other")
-    assert len(other.match_prefix(keys(1)).slots) == 1
+    assert matched(other, keys(1)) == 1
     for _ in range(2):
         other.close()
 

@@ -35,6 +35,7 @@ from tests.ledger.support import (
     opened,
     present,
     put,
+    put_alone,
     reserved,
     small_store,
 )
@@ -140,7 +141,7 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
 
 
 def test_a_tenant_that_gets_no_room_leaves_nothing(ledger: Ledger) -> None:
-    put(ledger, keys(*range(32)), chained=False)
+    put_alone(ledger, range(32))
     admin.pin(ledger, keys(*range(8)), "ann")
     match = ledger.match_prefix(keys(*range(32)))
     ledger.hold(match.slots, match.generations)
