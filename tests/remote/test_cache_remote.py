@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import redis as client
 
 from pagoda import codec
 from pagoda.base.metrics import Reason
@@ -36,6 +35,7 @@ from tests.cache.kit import (
 )
 from tests.remote.chunks import fresh_prefix, soon
 from tests.remote.proxy import Fault, proxy_to
+from tests.remote.redis_kit import redis_client
 
 PATIENT = "deadline=30s&look=30s"
 TENANT = {"salt": "a tenant"}
@@ -115,7 +115,7 @@ def test_a_store_is_asked_once_for_what_is_behind_holes(
         for at in gone:
             cache._tiers.lower[0].remove(keys[at])
     with cache_over(url, shm_root) as cache:
-        with client.Redis(port=server.port) as truth:
+        with redis_client(server) as truth:
             truth.config_resetstat()
             kv = blank(tokens)
             hit = cache.retrieve(tokens, kv.transfer, pieces=True)
@@ -189,7 +189,7 @@ def test_a_header_names_the_chunk_before_it(
 ) -> None:
     """`pagoda warm` needs that."""
     tokens = prompt(4)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with cache_over(url, shm_root) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
@@ -254,7 +254,7 @@ def test_what_was_not_there_is_found_soon_after_it_came(
 def test_a_server_that_forgets_is_filled_again(
     shm_root: Path, server: Server, url: str
 ) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     prefix = url.split("prefix=")[1].split("&")[0]
     with cache_over(url, shm_root / "1") as cache:
         stored(cache, prompt(6))
@@ -374,7 +374,7 @@ def test_what_new_weights_computed_does_not_leave_the_machine(
     """
     with (
         cache_over(url, shm_root, tmp_path, write_policy=write_policy) as cache,
-        client.Redis(port=server.port) as store,
+        redis_client(server) as store,
     ):
         prefix = url.partition("prefix=")[2].partition("&")[0]
         cache.weights_changed()

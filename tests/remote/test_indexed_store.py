@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-import redis as client
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.metrics import Reason
@@ -40,6 +39,7 @@ from tests.remote.chunks import (
 )
 from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
+from tests.remote.redis_kit import redis_client
 
 KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
 
@@ -92,7 +92,7 @@ def place(
     """The URL of an indexed tier that this test has for itself, and the requests that its object
     store got.
     """
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with counted(s3) as (endpoint, asked):
         yield (
@@ -150,7 +150,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
         third = cache.keys(tokens)[2][2]
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         (mark,) = other.keys(f"*{{{third.hex()}}}")
     root = bytes.fromhex(mark.decode().split(":")[2])
     bucket = (
@@ -162,7 +162,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 2 * CHUNK
         assert hit.reason == Reason.ABSENT
-        with client.Redis(port=server.port) as other:
+        with redis_client(server) as other:
             assert not other.exists(mark)
         stored(cache, tokens)
     with cache_at(None, None, remote=url) as cache:
@@ -176,7 +176,7 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
     tokens = prompt(6)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with cache_at(None, None, remote=url) as cache:
         assert hit_of(cache, tokens).num_tokens == 0
@@ -189,7 +189,7 @@ def test_a_load_keeps_the_mark(
 ) -> None:
     """A Redis that evicts what was not used for long must know that the object is used."""
     url, _ = place
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
             stored(cache, prompt(1))
             (mark,) = other.keys("pagoda-index-*")
@@ -213,7 +213,7 @@ def test_a_load_ranks_the_mark_as_the_store_did(
     room = np.empty(100, np.uint8)
     with (
         redis_server(*options) as by_life,
-        client.Redis(port=by_life.port) as other,
+        redis_client(by_life) as other,
     ):
         url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
         soon = time.monotonic() + 30
@@ -239,7 +239,7 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
     place: tuple[str, Counter[str]], server: Server
 ) -> None:
     keys = keys_of(4)
-    with client.Redis(port=server.port) as truth:
+    with redis_client(server) as truth:
 
         def still_valid() -> bool:
             return len(truth.keys("*:w")) < len(keys)
@@ -264,7 +264,7 @@ def test_what_is_stale_once_it_was_sent_gets_no_mark(
     with tier_on(parse(url).engine()) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
         assert ends(tier.store(chunks, ROOT)) == [Done(False, Reason.STALE)]
-        with client.Redis(port=server.port) as truth, soon():
+        with redis_client(server) as truth, soon():
             wait_until(lambda: not truth.keys("*"))
     assert asked["PUT"] == 1
 
@@ -274,7 +274,7 @@ def test_remove_and_clear_reach_both(
 ) -> None:
     url, _ = place
     with (
-        client.Redis(port=server.port) as other,
+        redis_client(server) as other,
         cache_at(None, None, remote=url) as cache,
     ):
         stored(cache, prompt(4))
@@ -285,7 +285,7 @@ def test_remove_and_clear_reach_both(
 
     keys = keys_of(2)
     with (
-        client.Redis(port=server.port) as other,
+        redis_client(server) as other,
         tier_on(parse(url).engine(), deadline_seconds=30) as tier,
     ):
         for end in ends(tier.store(chunks_of(keys), ROOT)):
@@ -315,7 +315,7 @@ def test_two_stores_share_an_index(s3: Server, server: Server) -> None:
     base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{server.port}/0"
     one = f"s3://{BUCKET}/one?{base}"
     two = f"s3://{BUCKET}/two?{base}"
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with cache_at(None, None, remote=one) as cache:
         stored(cache, prompt(3))

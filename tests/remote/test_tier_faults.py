@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-import redis as client
 
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
@@ -42,6 +41,7 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.proxy import Fault, Proxy
+from tests.remote.redis_kit import redis_client
 
 SLOW = Fault(bytes_per_second=4_000_000)  # a large chunk takes most of a second
 BIG_ENOUGH = "64mb"
@@ -173,7 +173,7 @@ def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> Non
 
 def test_the_server_forgets_everything(server: Server) -> None:
     keys = keys_of(4)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with tier_on(on(server)) as tier:
         stores(tier, keys)
         recovers(tier, keys)
@@ -190,7 +190,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(
 ) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         proxy.both(SLOW)
@@ -213,7 +213,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(
 
 
 def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     keys = keys_of(2)
     more = keys_of(4, chain=1)
     with tier_on(on(server), LARGE) as tier:
@@ -234,7 +234,7 @@ def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(
     server: Server,
 ) -> None:
     """As one that is so full that a claim fits and a chunk does not."""
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     keys = keys_of(12)
     truth.execute_command("ACL SETUSER claims on >x ~* +@all -hset")
     with tier_on(
@@ -248,7 +248,7 @@ def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(
 
 
 def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     truth.config_set("maxmemory-policy", "allkeys-lru")
     truth.config_set("maxmemory", "16mb")
     keys = keys_of(12)
@@ -263,9 +263,9 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
     keys = keys_of(2)
     more = keys_of(2, chain=1)
     saved(on(server), keys)
-    client.Redis(port=server.port).config_set("repl-diskless-sync-delay", "0")
+    redis_client(server).config_set("repl-diskless-sync-delay", "0")
     with redis_server("--replicaof", "127.0.0.1", str(server.port)) as replica:
-        truth = client.Redis(port=replica.port)
+        truth = redis_client(replica)
         wait_until(
             lambda: truth.info("replication").get("master_link_status") == "up"
         )
@@ -286,7 +286,7 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
 def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
     keys = keys_of(2)
     saved(on(server), keys)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with hasty_tier(on(server)) as tier:
         truth.execute_command("CLIENT", "PAUSE", "2500", "ALL")
         assert set(load(tier, keys)) <= {
@@ -319,7 +319,7 @@ def test_a_server_with_another_password(prefix: str = "p") -> None:
 
 
 def test_a_user_who_may_not(shared: Server) -> None:
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     prefix = fresh_prefix()
     saved(on(shared, prefix), keys_of(2))
     truth.execute_command(
@@ -406,7 +406,7 @@ def test_another_prefix_shares_nothing(shared: Server) -> None:
 
 def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
     prefix = fresh_prefix()
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     near = [
         f"{prefix}",
         f"{prefix}:",
@@ -461,7 +461,7 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
             assert {of_one.reason, of_two.reason} <= {None, Reason.BUSY}
         for tier in (one, two):
             assert load(tier, keys, LARGE, PATIENT_SECONDS) == [None] * 8
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     assert len(list(truth.scan_iter(f"{prefix}:*"))) == 8  # and nothing else
 
 
@@ -469,11 +469,7 @@ def test_a_time_to_live(shared: Server) -> None:
     keys = keys_of(1)
     prefix = fresh_prefix()
     saved(on(shared, prefix, ttl_seconds=100.0), keys)
-    assert (
-        0
-        < client.Redis(port=shared.port).pttl(name_of(prefix, keys[0]))
-        <= 100_000
-    )
+    assert 0 < redis_client(shared).pttl(name_of(prefix, keys[0])) <= 100_000
 
 
 # ---- the queue
