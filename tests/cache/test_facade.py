@@ -29,6 +29,7 @@ from tests.cache.kit import (
     config_of,
     counters_of,
     hit_of,
+    keys_of,
     kv_of,
     prompt,
     put,
@@ -88,7 +89,7 @@ def test_a_run_may_change_tiers_more_than_once(
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         put(cache, tokens, tiers=["host"])
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         admin.remove(cache._tiers.host.ledger, keys[3:5])  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 192
@@ -216,7 +217,7 @@ def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
 
 def test_many_keys_are_asked_for_at_once_also_after_holes(cache: Cache) -> None:
     stored = prompt(6)
-    keys = [key for _, _, key in cache.keys(stored)]
+    keys = keys_of(cache, stored)
     put(cache, stored)
     absent = [bytes([number]) * 32 for number in range(200)]
     asked = [*absent[:70], keys[5], *absent[70:], keys[0], keys[3]]
@@ -253,7 +254,7 @@ def test_a_caller_may_not_know_the_position_of_its_keys(
     """Then only the keys say what is meant; a tenant's salt is compared nevertheless."""
     tokens = prompt(10)
     kv = blank(prompt(7))
-    keys = [key for _, _, key in cache.keys(tokens)]
+    keys = keys_of(cache, tokens)
     stored(cache, tokens)
     if tier == "disk":
         with cache_at(None, Path(cache.config.disk_path).parent) as below:
@@ -649,9 +650,9 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(disk, "close", fail)
     assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
-        assert not tier.match_prefix(
-            cache_keys := [key for _, _, key in cache.keys(prompt(2))]
-        ), cache_keys
+        assert not tier.match_prefix(cache_keys := keys_of(cache, prompt(2))), (
+            cache_keys
+        )
     # another process could not open either exclusively
     with cache_at(shm_root, tmp_path) as again:
         assert again._tiers.host is not None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
-import signal
 from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from tests.cache.kit import (
     slots_of,
     stored,
 )
+from tests.children import kill_self
 
 SALT = "a secret of the tenant"
 TENANT = Namespace("m", salt=SALT).fields()["salt"][:12]
@@ -168,7 +167,7 @@ def _ask(shm_root: Path, salt: str, end: str) -> None:
     with cache_at(shm_root, None) as cache:
         served(cache, prompt(5), salt=salt)
         if end == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self()
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.cache.kit import (
     SPAWN,
     cache_at,
     hit_of,
+    keys_of,
     kv_of,
     prompt,
     put,
@@ -90,7 +91,7 @@ def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(
     with cache_at(shm_root, None) as cache:
         ledger, keys = (
             cache._tiers.host.ledger,
-            [key for _, _, key in cache.keys(prompt(4))],
+            keys_of(cache, prompt(4)),
         )  # type: ignore[union-attr]
         ledger.refuse(keys, start=0, stamp=ledger.stamp())
         _explained(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
@@ -144,7 +145,7 @@ def test_what_is_being_stored_is_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))
         tokens = prompt(4)
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         ledger.reserve(
             keys[2:],

@@ -27,6 +27,7 @@ from tests.cache.kit import (
     cache_at,
     config_of,
     hit_of,
+    keys_of,
     kv_of,
     prompt,
     put,
@@ -432,7 +433,7 @@ def test_mistake_22_a_clear_of_one_tier_or_of_another_tenant(
 @pytest.mark.slow
 def test_mistake_23_metrics_that_reset_themselves(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        keys = [key for _, _, key in cache.keys(prompt(1))]
+        keys = keys_of(cache, prompt(1))
         for _ in range(10_100):
             cache.lookup(None, keys=keys)
         counters = cache.stats()["counters"]
@@ -453,7 +454,7 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(
         for seed in range(5):
             tokens = np.concatenate([head, prompt(4, seed + 1)])
             stored(cache, tokens)
-        keys = [key for _, _, key in cache.keys(head)]
+        keys = keys_of(cache, head)
         patience = Patience(60)
         for tier in cache._tiers.all:
             assert tier.remove(keys[2])

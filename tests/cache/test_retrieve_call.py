@@ -28,6 +28,7 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    keys_of,
     kv_of,
     prompt,
     put,
@@ -150,7 +151,7 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, tokens)
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
 
         class Evicting(Watching):
             def before(self) -> None:
@@ -222,7 +223,7 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         reserved = ledger.reserve(
             keys, namespace=cache.namespace.root, tokens=CHUNK
         )
@@ -246,7 +247,7 @@ def test_a_chunk_that_stays_busy_is_read_past_its_owner(
     on_disk(shm_root, tmp_path, 4)
     with cache_at(shm_root, tmp_path) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         ledger.reserve(
             keys[1:2],
             namespace=cache.namespace.root,
@@ -418,9 +419,7 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     with cache_at(host, tmp_path, host_size=host_slots * SLOT) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
         ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
-        slots = ledger.match_prefix(
-            [key for _, _, key in cache.keys(tokens)], touch=False
-        ).slots
+        slots = ledger.match_prefix(keys_of(cache, tokens), touch=False).slots
         uses = ledger.columns.last_use[slots]
         assert len(uses) == 100
         assert (np.diff(uses) < 0).all()

@@ -393,7 +393,7 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(
         for seed in range(3, 6):
             put(cache, prompt(10, seed))
         wait_until(lambda: _on_disk(cache) > 0)
-        keys = [key for _, _, key in cache.keys(prompt(10, 0))]
+        keys = keys_of(cache, prompt(10, 0))
         # the coldest: the tail of the oldest prompt; its piece is queued one by one
         wait_until(lambda: cache._tiers.lower[0].contains(keys[-1]))
         assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0

@@ -26,7 +26,13 @@ from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import LOCKS, STATE, TABLES
 from testbed.patience import Patience
 from tests.cache.kit import cache_at
-from tests.children import child, in_child, in_light_process, wait
+from tests.children import (
+    child,
+    in_child,
+    in_light_process,
+    kill_self,
+    wait,
+)
 from tests.faults.support import (
     NAMESPACE,
     PATIENT_SECONDS,
@@ -130,7 +136,7 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
         assert all(store.ledger.hold(match.slots, match.generations))
         for one in store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE):
             assert isinstance(one, Reserved)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     in_child(child, -signal.SIGKILL)
     outcomes = store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)

@@ -26,7 +26,11 @@ from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import PROMPTS, Vouched, read_state, read_voucher
 from testbed.patience import Patience
-from tests.children import child, wait
+from tests.children import (
+    child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     OTHER,
     TENANT,
@@ -85,7 +89,7 @@ def killed_in_a_clear(
         ledger = opened(root, kind=kind)
 
         def die(*_: object, **__: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self()
 
         place = (
             NamespaceRegistry if step == "save_clear" else type(ledger.clearing)

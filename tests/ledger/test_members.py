@@ -15,7 +15,12 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.ledger.transaction import BATCH
 from pagoda.testing import FakeClock
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     TENANT,
     Other,
@@ -305,9 +310,7 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     ledger = opened(shm_root)
 
     def die() -> None:
-        monkeypatch.setattr(
-            session, "add_member", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        )
+        monkeypatch.setattr(session, "add_member", lambda *_: kill_self())
         admin.gauges(ledger)
 
     assert wait(child(die)) == -signal.SIGKILL

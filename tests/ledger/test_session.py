@@ -34,7 +34,12 @@ from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_directory import OpenStore
 from pagoda.ledger.transaction import Transaction
 from testbed.patience import Patience
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     OTHER,
     PATIENT_SECONDS,
@@ -355,7 +360,7 @@ def test_a_death_at_any_step_loses_no_slot(
 
         def last(transaction: Transaction, *more: object) -> None:
             if next(calls) == (1 if step in ("commit", "abort") else 0):
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_self()
             whole(transaction, *more)
 
         monkeypatch.setattr(Transaction, method, last)
@@ -388,7 +393,7 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
         monkeypatch.setattr(
             Transaction,
             "publish",
-            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+            lambda *_: kill_self(),
         )
         ledger.commit(rooms)
 

@@ -41,7 +41,12 @@ from pagoda.ledger.transaction import Transaction
 from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from testbed.patience import Patience
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
 from tests.ledger.support import (
     PATIENT_SECONDS,
@@ -749,7 +754,7 @@ def test_killed_before_a_taking_is_published(
         monkeypatch.setattr(
             Transaction,
             "publish",
-            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+            lambda *_: kill_self(),
         )
         return real(transaction, count, victims, in_memory)
 
@@ -795,7 +800,7 @@ def test_killed_at_any_step_of_a_taking(
             return real(*arguments)
         if step in ("punched", "allocated"):
             real(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     def take() -> None:
         monkeypatch.setattr(place, name, dies)

@@ -17,7 +17,6 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pagoda import Cache, Namespace
-from pagoda.transfer import DenseKV
 from pagoda_tools.serve import operator_routes
 from pagoda_tools.serve.access import AccessRules
 from pagoda_tools.serve.operations import MOST_TOKENS, PromptTools
@@ -31,8 +30,8 @@ from tests.serve.kit import (
     Answer,
     Engine,
     Server,
+    dense_kv,
     engine,
-    kv_of,
     server,
     tokens_of,
 )
@@ -301,7 +300,7 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
 @pytest.mark.slow
 def test_a_prompt_is_about_the_model_that_was_chosen(shm_root: Path) -> None:
     prompt = {"tokens": tokens_of(1, 4)}
-    kv = DenseKV(kv_of(1, 4), LAYOUT)
+    kv = dense_kv(1, 4)
     with ExitStack() as stack:
         for model in ("one", "two"):
             cache = stack.enter_context(
@@ -483,8 +482,7 @@ def test_the_question_goes_to_the_neighbours_too(
 
 def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
     from pagoda import Cache, Namespace
-    from pagoda.transfer import DenseKV
-    from tests.serve.kit import LAYOUT, kv_of
+    from tests.serve.kit import LAYOUT
 
     tenant = Namespace("served", salt=SALT)
     with Cache(
@@ -494,7 +492,7 @@ def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
         host_path=str(host),
         host_size="8MiB",
     ) as cache:
-        cache.store(tokens_of(7, 2), DenseKV(kv_of(7, 2), LAYOUT))
+        cache.store(tokens_of(7, 2), dense_kv(7, 2))
         wait_until(
             lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2
         )  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from pagoda.base.errors import StoreError
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
-from pagoda.transfer import DenseKV
 from pagoda_tools.serve import history, live_feed
 from pagoda_tools.serve.blocking_calls import BlockingCallPool
 from pagoda_tools.serve.history import machine_seconds
@@ -39,7 +38,7 @@ from tests.serve.kit import (
     LAYOUT,
     NAMESPACE,
     SECONDS,
-    kv_of,
+    dense_kv,
     tokens_of,
 )
 
@@ -75,11 +74,9 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(
         assert unknown["engine_seconds"] is None
         assert unknown["money"] is None
         assert unknown["engine_words"] == "nothing has hit yet"
-        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.store(tokens_of(1, 4), dense_kv(1, 4))
         assert (
-            cache.retrieve(
-                tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)
-            ).num_tokens
+            cache.retrieve(tokens_of(1, 4), dense_kv(2, 4)).num_tokens
             == 4 * CHUNK
         )
         unknown = overview.take()["saved"]
@@ -127,7 +124,7 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
     with opened(shm_root) as cache:
         overview = Overview(lambda: ledgers_of(cache))
         assert overview.take()["sample"] is None
-        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
+        cache.store(tokens_of(1, 2), dense_kv(1, 2))
         cache.lookup(tokens_of(1, 3))
         sample = overview.take()["sample"]
         assert isinstance(sample, dict)
@@ -166,7 +163,7 @@ def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(
             ledger.namespaces.register(
                 blake3(b"%d" % number).digest(), {"model": f"empty {number}"}
             )
-        cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+        cache.store(tokens_of(1, 1), dense_kv(1, 1))
         found = Overview(lambda: [ledger]).take()
         rows = found["namespaces"]
         assert isinstance(rows, list)
@@ -184,7 +181,7 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
         opened(shm_root / "one") as cache,
         opened(shm_root / "two", other) as neighbour,
     ):
-        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
+        cache.store(tokens_of(1, 2), dense_kv(1, 2))
         cache.lookup(tokens_of(1, 3))
         neighbour.lookup(tokens_of(1, 1))
         overview = Overview(lambda: [*ledgers_of(cache), *ledgers_of(neighbour)])
@@ -212,7 +209,7 @@ def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(
     shm_root: Path,
 ) -> None:
     with opened(shm_root) as cache:
-        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.store(tokens_of(1, 4), dense_kv(1, 4))
         for number in range(MOST_PINS + 7):
             cache.pin(tokens_of(1, 1), owner=f"owner {number}")
         cache.pin(tokens_of(1, 4), owner="the largest")
@@ -310,7 +307,7 @@ def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
                 while len(overview.history.seconds) < 5:
                     await asyncio.sleep(0.01)
                 assert not taken
-                cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+                cache.store(tokens_of(1, 1), dense_kv(1, 1))
                 while not overview.history.recent(machine_seconds()).counts[
                     "stored_bytes"
                 ]:
@@ -600,7 +597,7 @@ def test_beside_every_sum_of_several_stores_is_the_fullest_one(
         overview.take()
         slots = ledgers[1].slots
         for number in range(slots // 4 + 3):
-            busy.store(tokens_of(number, 4), DenseKV(kv_of(1, 4), LAYOUT))
+            busy.store(tokens_of(number, 4), dense_kv(1, 4))
         (tier,) = overview.take()["tiers"]  # type: ignore[misc]
         fullest, other = tier["stores"]
         assert fullest["directory"] == str(ledgers[1].directory)
@@ -629,7 +626,7 @@ def test_a_store_that_cannot_be_read_now_keeps_its_figures_and_says_how_old_they
     with opened(shm_root / "one") as cache, opened(shm_root / "two") as other:
         ledgers = [*ledgers_of(cache), *ledgers_of(other)]
         overview = Overview(lambda: ledgers)
-        other.store(tokens_of(1, 3), DenseKV(kv_of(1, 3), LAYOUT))
+        other.store(tokens_of(1, 3), dense_kv(1, 3))
         other.lookup(tokens_of(1, 3))
         before = overview.take()
         other.close()
