@@ -41,7 +41,8 @@ def test_the_loggers_of_all_modules_are_guarded() -> None:
 
 
 def test_a_reason_is_its_lower_case_name() -> None:
-    assert all(reason.value == reason.name.lower() for reason in Reason)
+    for reason in Reason:
+        assert reason.value == reason.name.lower()
 
 
 @pytest.mark.parametrize("prefix", ["miss_", "drop_"])

@@ -136,11 +136,9 @@ def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
         written(tmp_path / "sub" / "v.json", *wrote, weights=("w1", "engine's"))
     )
     assert found.results == wrote
-    assert (found.model, found.weights, found.version) == (
-        "a model",
-        ["w1", "engine's"],
-        VERSION,
-    )
+    assert found.model == "a model"
+    assert found.weights == ["w1", "engine's"]
+    assert found.version == VERSION
 
 
 def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:

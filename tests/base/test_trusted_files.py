@@ -157,11 +157,9 @@ def test_a_found_file_does_not_hide_the_users_own(home: Path, file: Path) -> Non
     own.parent.mkdir(parents=True)
     own.write_text("chunk_tokens = 32\nprompt_log = false\nweights_epoch = 3\n")
     config, origins = load()
-    assert (config.chunk_tokens, config.prompt_log, config.weights_epoch) == (
-        64,
-        False,
-        3,
-    )
+    assert config.chunk_tokens == 64
+    assert config.prompt_log is False
+    assert config.weights_epoch == 3
     assert origins["chunk_tokens"] == f"file {file}"
     assert origins["prompt_log"] == f"file {own}"
 

@@ -160,9 +160,8 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert {each["shape"] for each in raced} == shapes
     for each in raced:
         assert set(each["entrants"]) == {*ways, "torch", "per block"}
-        assert all(
-            len(lap["ratio"]) == TINY.rounds for lap in each["entrants"].values()
-        )
+        for lap in each["entrants"].values():
+            assert len(lap["ratio"]) == TINY.rounds
         assert (
             f"{each['direction']}_{each['shape']}_{each['form']}_{each['chunks']}"
             in found["targets"]
@@ -211,7 +210,8 @@ def test_plans_name_shapes_that_they_have(plan: object) -> None:
     assert plan in (FULL, QUICK)
     for key, _ in FULL.layers:
         assert FULL.shape(key) is not None
-    assert all(shape.run_bytes % 8 == 0 for shape in FULL.shapes)
+    for shape in FULL.shapes:
+        assert shape.run_bytes % 8 == 0
 
 
 class Broken:
@@ -287,10 +287,8 @@ def test_all_entrants_move_the_same_bytes(form: Form, shape: int) -> None:
         BlockLoop(),
     ):
         stock.spoil_slots(turn.slots)
-        assert all(
-            (slot[: stock.shape.chunk_bytes] == POISON).all()
-            for slot in turn.slots
-        )
+        for slot in turn.slots:
+            assert (slot[: stock.shape.chunk_bytes] == POISON).all()
         racer.prepare(stock, turn, "down")()
         for slot, bytes_wanted in zip(turn.slots, wanted, strict=True):
             assert (slot[: stock.shape.chunk_bytes] == bytes_wanted).all(), (
@@ -329,10 +327,8 @@ def test_what_nvidia_smi_says_is_read(
     found = limits_cuda._smi("1b-2c")
     assert found["driver_version"] == "580.1"
     assert found["mig_mode_current"] == "Disabled"
-    assert (found["pcie_link_gen_current"], found["pcie_link_width_current"]) == (
-        "5",
-        "16",
-    )
+    assert found["pcie_link_gen_current"] == "5"
+    assert found["pcie_link_width_current"] == "16"
     for bad in ("exit 9", "echo '[N/A]'", "true"):
         program.write_text(f"#!/bin/sh\n{bad}\n")
         assert limits_cuda._smi("") == {}

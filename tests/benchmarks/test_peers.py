@@ -27,7 +27,8 @@ def test_without_lmcache_one_line_says_how_to_get_it(options: list[str]) -> None
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, "")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
     assert "make bench-peers" in done.stdout
 

@@ -32,7 +32,8 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(
     total/free/usable.
     """
     stats = hosted.manager.stats
-    assert (hosted.manager.total, hosted.manager.free) == (8, 8)
+    assert hosted.manager.total == 8
+    assert hosted.manager.free == 8
     hosted.start("a", prompt(14))
     assert {
         name: stats()[name]
@@ -45,18 +46,17 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(
         "evictable": 0,
     }
     hosted.finish("a")
-    assert (hosted.manager.free, stats()["evictable"]) == (5, 3)
+    assert hosted.manager.free == 5
+    assert stats()["evictable"] == 3
     assert hosted.cache is not None
     assert hosted.cache.slots is not None
     assert hosted.cache.slots.count == 64
     hosted.demoted(3)
     gauges = admin.gauges(ledger_of(hosted.cache))
-    assert (
-        hosted.manager.free,
-        gauges["ready"],
-        gauges["free"],
-        gauges["slots"],
-    ) == (8, 3, 61, 64)
+    assert hosted.manager.free == 8
+    assert gauges["ready"] == 3
+    assert gauges["free"] == 61
+    assert gauges["slots"] == 64
 
 
 def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
@@ -65,7 +65,8 @@ def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
     tail = prompt(4, 1)
     bare.start("a", head + tail)
     same = bare.start("b", head + prompt(4, 2))
-    assert (same.shared, same.computed_tokens) == (2, 8)
+    assert same.shared == 2
+    assert same.computed_tokens == 8
     assert same.table[:2] == bare.manager.table("a")[:2]
     # the same third block after another prefix
     bare.add("c", prompt(8, 3) + tail)
@@ -152,20 +153,16 @@ def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(
     assert len(down.copies) == 2
     hosted.add("b", prompt(8))
     admitted = hosted.admit("b")
-    assert (admitted.by_tier, admitted.plan, admitted.waits) == (
-        {"device": 4},
-        None,
-        frozenset(),
-    )
+    assert admitted.by_tier == {"device": 4}
+    assert admitted.plan is None
+    assert admitted.waits == frozenset()
     # the second was not hit: its last token is left
     assert hosted.places(prompt(8)) == ["device", "to_host"]
     hosted.is_right("b", 4)
     settled = hosted.end(down)
-    assert (
-        settled.freed,
-        hosted.stat("cancelled_moves"),
-        hosted.stat("demoted_blocks"),
-    ) == (1, 1, 1)
+    assert settled.freed == 1
+    assert hosted.stat("cancelled_moves") == 1
+    assert hosted.stat("demoted_blocks") == 1
     assert hosted.places(prompt(8)) == ["device", "host"]
     assert hosted.cache is not None
     # the slot of the move that was called off
@@ -182,11 +179,9 @@ def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:
     assert admitted.plan is not None
     assert admitted.plan.direction is Direction.UP
     assert [copy.block for copy in admitted.plan.copies] == admitted.table[:3]
-    assert (admitted.by_tier, admitted.computed_tokens, admitted.shared) == (
-        {"host": 12},
-        12,
-        3,
-    )
+    assert admitted.by_tier == {"host": 12}
+    assert admitted.computed_tokens == 12
+    assert admitted.shared == 3
     assert admitted.waits == {admitted.plan.ticket}
     with pytest.raises(ValueError, match="waits for tickets"):
         hosted.manager.computed("b", 13)
@@ -258,6 +253,7 @@ def test_match_pins_nothing(hosted: Engine) -> None:
     for i in range(3):
         hosted.add(f"wait {i}", prompt(32) + prompt(4, i))
         assert hosted.manager.match(f"wait {i}").device_tokens == 32
-    assert (hosted.stat("evictable"), hosted.stat("in_use")) == (8, 0)
+    assert hosted.stat("evictable") == 8
+    assert hosted.stat("in_use") == 0
     hosted.add("b", prompt(32, 9))
     assert len(hosted.admit("b").table) == 8  # the whole pool, after any look-up

@@ -32,7 +32,9 @@ def test_a_prompt_is_admitted_with_room_for_its_first_chunk_alone() -> None:
     assert answer == NoRoom(11, 4)
     answer = engine.manager.admit("a", chunk_tokens=2 * BLOCK)
     assert isinstance(answer, Admitted)
-    assert (len(answer.table), answer.shared, answer.computed_tokens) == (2, 0, 0)
+    assert len(answer.table) == 2
+    assert answer.shared == 0
+    assert answer.computed_tokens == 0
     engine.compute("a", 2 * BLOCK)
     assert engine.manager.extend("a", 5 * BLOCK) == NoRoom(3, 2)
     engine.finish("busy")
@@ -41,7 +43,8 @@ def test_a_prompt_is_admitted_with_room_for_its_first_chunk_alone() -> None:
     engine.add("b", LONG)
     answer = engine.manager.admit("b", chunk_tokens=1)
     assert isinstance(answer, Admitted)
-    assert (answer.shared, len(answer.table)) == (10, 11)
+    assert answer.shared == 10
+    assert len(answer.table) == 11
 
 
 def test_the_least_is_a_chunk_and_no_more_is_taken_than_a_prompt_needs() -> None:
@@ -70,11 +73,9 @@ def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_roo
         answer = engine.manager.admit("a", chunk_tokens=BLOCK)
         assert isinstance(answer, Admitted)
         assert answer.plan is not None
-        assert (
-            len(answer.table),
-            len(answer.plan.copies),
-            answer.computed_tokens,
-        ) == (5, 5, 5 * BLOCK)
+        assert len(answer.table) == 5
+        assert len(answer.plan.copies) == 5
+        assert answer.computed_tokens == 5 * BLOCK
         assert engine.end(answer.plan).ready == ("a",)
         engine.is_right("a", 5 * BLOCK)
         engine.finish("busy")
@@ -95,7 +96,8 @@ def test_a_host_hit_with_room_for_all_of_it_is_loaded_whole(
         answer = engine.manager.admit("a", chunk_tokens=1)
         assert isinstance(answer, Admitted)
         assert answer.plan is not None
-        assert (len(answer.table), len(answer.plan.copies)) == (11, 10)
+        assert len(answer.table) == 11
+        assert len(answer.plan.copies) == 10
         engine.end(answer.plan)
         computed_in_chunks(engine, "a", 1)
 
@@ -132,7 +134,8 @@ def test_a_pool_grows_and_shrinks_with_what_is_cached(shm_root: Path) -> None:
     manager.add("a", list(range(17)))
     assert manager.admit("a") == NoRoom(5, 4)
     manager.resize(8)
-    assert (manager.total, manager.free) == (8, 8)
+    assert manager.total == 8
+    assert manager.free == 8
     assert isinstance(manager.admit("a"), Admitted)
     manager.computed("a", 17)
     with pytest.raises(ValueError, match=r"\[3, 4\] are in use"):
@@ -173,7 +176,8 @@ def test_a_pool_that_cannot_shrink_changes_nothing() -> None:
     with pytest.raises(ValueError, match="in use"):
         engine.manager.resize(1)
     engine.manager.check()
-    assert (engine.manager.total, engine.stat("dropped_blocks")) == (8, 0)
+    assert engine.manager.total == 8
+    assert engine.stat("dropped_blocks") == 0
     assert engine.places(prompt(2 * BLOCK)) == ["device"] * 2
 
 

@@ -107,7 +107,8 @@ def test_tickets_end_in_any_order_on_each_rank(four: Engine) -> None:
             four.manager.check()
     assert four.manager.in_flight == 0
     assert four.manager.free == 16
-    assert all(four.places(prompt(8, n)) == ["host"] * 2 for n in range(4))
+    for n in range(4):
+        assert four.places(prompt(8, n)) == ["host"] * 2
 
 
 def test_what_builds_upon_a_move_waits_for_it(hosted: Engine) -> None:
@@ -163,7 +164,8 @@ def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(
     assert second is not None
     hosted.end(second)
     settled = hosted.end(first, blocks=1)
-    assert (settled.again, settled.shortened) == (("long",), {"short": 4})
+    assert settled.again == ("long",)
+    assert settled.shortened == {"short": 4}
     assert hosted.manager.in_flight == 0
     assert hosted.manager.table("long") == []
     hosted.compute("short")
@@ -184,10 +186,8 @@ def test_a_rank_that_dies_fails_what_waits_for_it(
     up = coming_up(four, "b", prompt(8, 1))
     others = [(plan, rank) for plan in (down, up) for rank in (0, 1, 3)]
     if when == "before":
-        assert all(
-            four.manager.completed(plan.ticket, rank=rank) == YET
-            for plan, rank in others
-        )
+        for plan, rank in others:
+            assert four.manager.completed(plan.ticket, rank=rank) == YET
     settled = four.manager.lost(2)
     four.manager.check()
     if when == "before":

@@ -185,12 +185,10 @@ def test_clear_frees_what_nobody_needs_and_the_rest_with_its_last_lock() -> None
     tree.lock(tip)
     assert tree.clear() == [21]
     tree.check()
-    assert (tree.detached, tree.on_device, tree.locked, tree.evictable) == (
-        2,
-        0,
-        0,
-        0,
-    )
+    assert tree.detached == 2
+    assert tree.on_device == 0
+    assert tree.locked == 0
+    assert tree.evictable == 0
     assert tree.path(keys_of([1, 2])) == []
     assert tree.evict(9) == []
     other = used(tree, [1, 2], 30)  # the same keys again are other nodes
@@ -508,7 +506,8 @@ class Twins:
         assert len(self.tree.nodes) == len(self.model.place)
         for path, place in self.model.place.items():
             node = self.tree.nodes[keys_of(path)[-1]]
-            assert (node.place, node.block) == (place, self.model.blocks[path])
+            assert node.place == place
+            assert node.block == self.model.blocks[path]
             assert bool(node.locks) == self.model.locked(path)
         assert self.tree.evictable == self.model.evictable()
         counts = [

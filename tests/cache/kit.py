@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.clock import Clock
-from pagoda.cache import Cache, Hit
+from pagoda.cache import Cache, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
 from pagoda.config import Config
@@ -137,6 +137,18 @@ def served(
     )
     assert hit.num_tokens == sum(hit.by_tier.values()) == int(hit.mask.sum())
     return hit, kv
+
+
+def hit_of(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> Hit:
+    """Retrieve a prompt, check its bytes, and return the hit alone."""
+    hit, _ = served(cache, tokens, **options)
+    return hit
+
+
+def put(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> Stored:
+    """Store the KV of a prompt, and wait for nothing."""
+    kv = kv_of(tokens)
+    return cache.store(tokens, kv.transfer, **options)  # type: ignore[arg-type]
 
 
 def run_all(

@@ -14,7 +14,14 @@ import pytest
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from testbed.patience import Patience
-from tests.cache.kit import blank, cache_at, counters_of, kv_of, prompt, stored
+from tests.cache.kit import (
+    blank,
+    cache_at,
+    counters_of,
+    prompt,
+    put,
+    stored,
+)
 from tests.ledger.support import gate_taken
 
 T = TypeVar("T")
@@ -46,13 +53,15 @@ def test_what_the_disk_did_not_say_in_time_is_not_called_absent(
 ) -> None:
     with busy(shm_root, tmp_path, "disk") as cache:
         looked = soon(lambda: cache.lookup(prompt(4, 1), deadline_seconds=SHORT))
-        assert (looked.num_tokens, looked.reason) == (0, Reason.DEADLINE)
+        assert looked.num_tokens == 0
+        assert looked.reason == Reason.DEADLINE
         hit = soon(
             lambda: cache.retrieve(
                 prompt(4, 1), blank(prompt(4, 1)).transfer, deadline_seconds=SHORT
             )
         )
-        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.DEADLINE
         assert "disk" in hit.detail
         assert (
             soon(
@@ -68,12 +77,7 @@ def test_what_the_disk_did_not_say_in_time_is_not_called_absent(
         # the store that could explain the miss is busy, and the call does not wait for it
         assert only.num_tokens == 0
         assert soon(lambda: cache.lookup(prompt(4))).num_tokens == 64
-        assert (
-            soon(
-                lambda: cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer)
-            ).num_chunks
-            == 4
-        )
+        assert soon(lambda: put(cache, prompt(4, 2))).num_chunks == 4
 
 
 def test_a_store_without_a_host_tier_does_not_wait_for_the_disk(
@@ -82,11 +86,7 @@ def test_a_store_without_a_host_tier_does_not_wait_for_the_disk(
     with cache_at(None, tmp_path, deadline_seconds=LONG) as cache:
         stored(cache, prompt(4))
         with gate_taken(cache._tiers.ledgers()[0][1]):
-            soon(
-                lambda: cache.store(
-                    prompt(4), kv_of(prompt(4)).transfer, deadline_seconds=SHORT
-                )
-            )
+            soon(lambda: put(cache, prompt(4), deadline_seconds=SHORT))
 
 
 def test_calls_that_the_host_keeps_waiting_end_in_time(
@@ -102,10 +102,9 @@ def test_calls_that_the_host_keeps_waiting_end_in_time(
         )
         assert hit.reason is not None
         new = prompt(4, 2)
-        kept = soon(
-            lambda: cache.store(new, kv_of(new).transfer, deadline_seconds=SHORT)
-        )
-        assert (kept.num_chunks, kept.reason) == (0, Reason.LEDGER_BUSY)
+        kept = soon(lambda: put(cache, new, deadline_seconds=SHORT))
+        assert kept.num_chunks == 0
+        assert kept.reason == Reason.LEDGER_BUSY
 
 
 @pytest.mark.slow

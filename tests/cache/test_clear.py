@@ -18,11 +18,12 @@ from tests.cache.kit import (
     NAMESPACE,
     blank,
     cache_at,
+    hit_of,
     keys_of,
     kv_of,
     on_disk,
     prompt,
-    served,
+    put,
     stored,
 )
 
@@ -35,9 +36,9 @@ def test_every_tier_is_cleared_and_counted(
         cleared = cache.clear()
         assert cleared.ok
         assert cleared.chunks == {"host": 5, "disk": 5}
-        assert served(cache, prompt(5))[0].num_tokens == 0
+        assert hit_of(cache, prompt(5)).num_tokens == 0
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert served(cache, prompt(5))[0].num_tokens == 0
+        assert hit_of(cache, prompt(5)).num_tokens == 0
 
 
 def test_what_is_stored_after_a_clear_hits_again_on_the_disk(
@@ -46,11 +47,9 @@ def test_what_is_stored_after_a_clear_hits_again_on_the_disk(
     with cache_at(shm_root, tmp_path) as cache:
         for turn in range(3):
             stored(cache, prompt(4))
-            assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64, (
-                turn
-            )
+            assert hit_of(cache, prompt(4), tiers=["disk"]).num_tokens == 64, turn
             assert cache.clear(everything=turn == 1).ok
-            assert served(cache, prompt(4))[0].num_tokens == 0
+            assert hit_of(cache, prompt(4)).num_tokens == 0
 
 
 def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
@@ -68,14 +67,14 @@ def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
         came = []
 
         def bring_up_and_clear(namespace: bytes | None = None) -> int:
-            came.append(served(cache, prompt(4))[0].num_tokens)
+            came.append(hit_of(cache, prompt(4)).num_tokens)
             return clear(namespace)
 
         monkeypatch.setattr(disk, "clear", bring_up_and_clear)
         assert cache.clear().chunks == {"host": 8, "disk": 4}
         assert came == [64]
         assert admin.gauges(host.ledger)["ready"] == 0
-        assert served(cache, prompt(4))[0].num_tokens == 0
+        assert hit_of(cache, prompt(4)).num_tokens == 0
 
 
 def test_one_tenant_is_cleared_and_the_others_stay(
@@ -86,13 +85,12 @@ def test_one_tenant_is_cleared_and_the_others_stay(
             stored(cache, prompt(4), salt=salt)
         assert cache.clear(salt="one").chunks == {"host": 4, "disk": 4}
         assert cache.lookup(prompt(4), salt="one").num_tokens == 0
-        assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
+        assert hit_of(cache, prompt(4), salt="two").num_tokens == 64
         assert (
-            served(cache, prompt(4), salt="two", tiers=["disk"])[0].num_tokens
-            == 64
+            hit_of(cache, prompt(4), salt="two", tiers=["disk"]).num_tokens == 64
         )
         assert cache.clear().chunks == {"host": 4, "disk": 4}
-        assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
+        assert hit_of(cache, prompt(4), salt="two").num_tokens == 64
         assert cache.clear(everything=True).chunks == {"host": 4, "disk": 4}
         assert cache.lookup(prompt(4), salt="two").num_tokens == 0
 
@@ -105,7 +103,7 @@ def test_another_model_stays(shm_root: Path) -> None:
         stored(cache, prompt(4))
         stored(other, prompt(4))
         assert cache.clear().chunks == {"host": 4}
-        assert served(other, prompt(4))[0].num_tokens == 64
+        assert hit_of(other, prompt(4)).num_tokens == 64
 
 
 def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
@@ -184,7 +182,7 @@ def test_a_store_that_began_before_does_not_come_back(
             seed = 0
             while not stop.is_set():
                 seed += 1
-                cache.store(prompt(4, seed), kv_of(prompt(4, seed)).transfer)
+                put(cache, prompt(4, seed))
 
         thread = threading.Thread(target=storing)
         thread.start()

@@ -23,9 +23,10 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    hit_of,
     kv_of,
     prompt,
-    served,
+    put,
     stored,
 )
 from tests.cache.test_retrieve_call import faulty_cache
@@ -57,7 +58,7 @@ def filled(cache: Cache) -> list[int]:
     """Store more than the host tier has slots; returns the seeds."""
     seeds = list(range(1, 2 * SLOTS))
     for seed in seeds:
-        cache.store(prompt(1, seed), kv_of(prompt(1, seed)).transfer)
+        put(cache, prompt(1, seed))
     return seeds
 
 
@@ -80,8 +81,7 @@ def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(
         storing.join(SECONDS)
         # and every byte is right
         assert (
-            sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds)
-            > 0
+            sum(hit_of(other, prompt(1, seed)).num_tokens for seed in seeds) > 0
         )
         ledger = other._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
@@ -114,8 +114,9 @@ def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
         assert host is not None
     with pytest.raises(Exception, match="closed"), host.copying():
         pass
-    again = cache.store(prompt(1), kv_of(prompt(1)).transfer)
-    assert (again.num_chunks, again.reason) == (0, Reason.CLOSED)
+    again = put(cache, prompt(1))
+    assert again.num_chunks == 0
+    assert again.reason == Reason.CLOSED
 
 
 @pytest.mark.parametrize("policy", ["hindsight", "lru"])
@@ -135,7 +136,7 @@ def test_a_closed_cache_leaves_no_file_mapped_until_a_collection(
     try:
         with cache_at(shm_root, tmp_path, policy=policy) as cache:
             stored(cache, prompt(4))
-            assert served(cache, prompt(4))[0].num_tokens
+            assert hit_of(cache, prompt(4)).num_tokens
             assert mapped()
         del cache
         wait_until(lambda: not mapped(), 10.0)

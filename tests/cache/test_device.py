@@ -34,11 +34,11 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    hit_of,
     kv_of,
     prompt,
     reserved_for,
     run_all,
-    served,
     slots_of,
     stored,
 )
@@ -214,7 +214,7 @@ def _has_no_driver(shm_root: Path) -> None:
         assert (
             cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks == 4
         )
-        assert served(cache, tokens)[0].num_tokens == len(tokens)
+        assert hit_of(cache, tokens).num_tokens == len(tokens)
         assert pinned_bytes(cache) == 0
 
 
@@ -239,13 +239,13 @@ def _forks(shm_root: Path) -> None:
                 cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks
                 == 3
             )
-            assert served(cache, tokens)[0].num_tokens == len(tokens)
+            assert hit_of(cache, tokens).num_tokens == len(tokens)
             cache.close()
             assert library.stub_fault() == b""
 
         in_child(work)
         assert pinned_bytes(cache) == slab_of(cache).nbytes
-        assert served(cache, prompt(3))[0].num_tokens == len(prompt(3))
+        assert hit_of(cache, prompt(3)).num_tokens == len(prompt(3))
     assert library.stub_registered() == 0
     assert library.stub_fault() == b""
 
@@ -287,7 +287,7 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
         assert began.wait(60)
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join(60)
-        assert served(cache, prompt(4))[0].reason is Reason.ABSENT
+        assert hit_of(cache, prompt(4)).reason is Reason.ABSENT
         admin.reap(ledger)
         assert admin.gauges(ledger)["reserved"] == (4 if uses_device else 0)
         stored(cache, prompt(4))  # its keys can be reserved at once
@@ -295,5 +295,5 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
         clock.added_ns = DEVICE_GRACE_NS + 10**8
         admin.reap(ledger)
         assert admin.gauges(ledger)["reserved"] == 0
-        assert served(cache, prompt(4))[0].num_tokens == len(prompt(4))
+        assert hit_of(cache, prompt(4)).num_tokens == len(prompt(4))
         admin.check(ledger)

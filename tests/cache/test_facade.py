@@ -28,8 +28,11 @@ from tests.cache.kit import (
     cache_at,
     config_of,
     counters_of,
+    hit_of,
+    keys_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -43,10 +46,12 @@ def cache(shm_root: Path, tmp_path: Path) -> Iterator[Cache]:
 
 def test_what_is_stored_is_served_from_host_memory(cache: Cache) -> None:
     tokens = prompt(10.5)
-    answer = cache.store(tokens, kv_of(tokens).transfer)
+    answer = put(cache, tokens)
     assert answer == (10, 160, 0, 0, None)
     hit, _ = served(cache, tokens)
-    assert (hit.num_tokens, hit.by_tier, hit.reason) == (160, {"host": 160}, None)
+    assert hit.num_tokens == 160
+    assert hit.by_tier == {"host": 160}
+    assert hit.reason is None
     assert hit.mask.shape == (168,)
     assert hit.mask[:160].all()
     assert not hit.mask[160:].any()
@@ -60,9 +65,9 @@ def test_the_disk_serves_what_the_host_tier_has_lost(
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert cache.lookup(tokens).by_tier == {"disk": 160}
-        assert served(cache, tokens)[0].by_tier == {"disk": 160}
+        assert hit_of(cache, tokens).by_tier == {"disk": 160}
         # it was loaded during the call
-        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert hit_of(cache, tokens).by_tier == {"host": 160}
 
 
 def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None:
@@ -71,9 +76,9 @@ def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         head = tokens[: 4 * CHUNK]
-        cache.store(head, kv_of(head).transfer)
+        put(cache, head)
         assert cache.lookup(tokens).by_tier == {"host": 64, "disk": 128}
-        assert served(cache, tokens)[0].by_tier == {"host": 64, "disk": 128}
+        assert hit_of(cache, tokens).by_tier == {"host": 64, "disk": 128}
 
 
 def test_a_run_may_change_tiers_more_than_once(
@@ -83,8 +88,8 @@ def test_a_run_may_change_tiers_more_than_once(
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
-        cache.store(tokens, kv_of(tokens).transfer, tiers=["host"])
-        keys = [key for _, _, key in cache.keys(tokens)]
+        put(cache, tokens, tiers=["host"])
+        keys = keys_of(cache, tokens)
         admin.remove(cache._tiers.host.ledger, keys[3:5])  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 192
@@ -96,7 +101,7 @@ def test_only_the_named_tiers_are_asked(cache: Cache) -> None:
     stored(cache, tokens)
     assert cache.lookup(tokens, tiers=["disk"]).by_tier == {"disk": 96}
     assert cache.lookup(tokens, tiers="host").by_tier == {"host": 96}
-    assert served(cache, tokens, tiers=["disk"])[0].by_tier == {"disk": 96}
+    assert hit_of(cache, tokens, tiers=["disk"]).by_tier == {"disk": 96}
     assert cache.lookup(tokens, tiers=[]).num_tokens == 0
     for call in (cache.lookup, cache.prefetch, cache.explain):
         with pytest.raises(ValueError, match=r"no tier 'tape'.*host, disk"):
@@ -116,15 +121,17 @@ def test_a_store_to_chosen_tiers_stays_there(cache: Cache) -> None:
 def test_storing_again_stores_nothing(cache: Cache) -> None:
     tokens = prompt(8)
     stored(cache, tokens[: 5 * CHUNK])
-    assert cache.store(tokens, kv_of(tokens).transfer) == (3, 48, 5, 0, None)
-    assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 8, 0, None)
+    assert put(cache, tokens) == (3, 48, 5, 0, None)
+    assert put(cache, tokens) == (0, 0, 8, 0, None)
 
 
 def test_start_tokens_skips_what_the_engine_has(cache: Cache) -> None:
     tokens = prompt(10)
     stored(cache, tokens)
     hit, kv = served(cache, tokens, start_tokens=3 * CHUNK)
-    assert (hit.start_tokens, hit.num_tokens, hit.stop_tokens) == (48, 112, 160)
+    assert hit.start_tokens == 48
+    assert hit.num_tokens == 112
+    assert hit.stop_tokens == 160
     assert not hit.mask[:48].any()
     assert hit.mask[48:].all()
     assert not kv.blocks[:3].any()  # never written
@@ -132,10 +139,10 @@ def test_start_tokens_skips_what_the_engine_has(cache: Cache) -> None:
 
 def test_a_store_may_skip_a_prefix(cache: Cache) -> None:
     tokens = prompt(10)
-    answer = cache.store(tokens, kv_of(tokens).transfer, start_tokens=4 * CHUNK)
+    answer = put(cache, tokens, start_tokens=4 * CHUNK)
     assert answer.num_chunks == 6
     assert cache.lookup(tokens).num_tokens == 0
-    assert served(cache, tokens, start_tokens=4 * CHUNK)[0].num_tokens == 96
+    assert hit_of(cache, tokens, start_tokens=4 * CHUNK).num_tokens == 96
 
 
 def test_a_mask_says_the_same_as_a_start(cache: Cache) -> None:
@@ -143,8 +150,9 @@ def test_a_mask_says_the_same_as_a_start(cache: Cache) -> None:
     stored(cache, tokens)
     mask = np.arange(len(tokens)) >= 3 * CHUNK
     hit, _ = served(cache, tokens, mask=mask)
-    assert (hit.start_tokens, hit.num_tokens) == (48, 112)
-    assert served(cache, tokens, mask=[True] * len(tokens))[0].num_tokens == 160
+    assert hit.start_tokens == 48
+    assert hit.num_tokens == 112
+    assert hit_of(cache, tokens, mask=[True] * len(tokens)).num_tokens == 160
     nothing = np.zeros(160, bool)
     assert cache.lookup(tokens[:160], mask=nothing).num_tokens == 0
 
@@ -201,15 +209,16 @@ def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
     assert cache.lookup(tokens).num_tokens == 160
     assert cache.lookup(None, keys=keys).num_tokens == 160
     assert cache.lookup(tokens, keys=triples).num_tokens == 160
-    assert served(cache, tokens, keys=keys[:7])[0].num_tokens == 112
+    assert hit_of(cache, tokens, keys=keys[:7]).num_tokens == 112
     hit = cache.lookup(tokens, keys=triples[4:])
-    assert (hit.start_tokens, hit.num_tokens) == (64, 96)
+    assert hit.start_tokens == 64
+    assert hit.num_tokens == 96
 
 
 def test_many_keys_are_asked_for_at_once_also_after_holes(cache: Cache) -> None:
     stored = prompt(6)
-    keys = [key for _, _, key in cache.keys(stored)]
-    cache.store(stored, kv_of(stored).transfer)
+    keys = keys_of(cache, stored)
+    put(cache, stored)
     absent = [bytes([number]) * 32 for number in range(200)]
     asked = [*absent[:70], keys[5], *absent[70:], keys[0], keys[3]]
     found = cache.which(asked)
@@ -245,7 +254,7 @@ def test_a_caller_may_not_know_the_position_of_its_keys(
     """Then only the keys say what is meant; a tenant's salt is compared nevertheless."""
     tokens = prompt(10)
     kv = blank(prompt(7))
-    keys = [key for _, _, key in cache.keys(tokens)]
+    keys = keys_of(cache, tokens)
     stored(cache, tokens)
     if tier == "disk":
         with cache_at(None, Path(cache.config.disk_path).parent) as below:
@@ -342,7 +351,7 @@ def test_prefetch_brings_chunks_up_to_the_host_tier(
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert cache.prefetch(tokens).result(60).by_tier == {"disk": 160}
         assert cache.prefetch(tokens).result(60).by_tier == {"host": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert hit_of(cache, tokens).by_tier == {"host": 160}
         assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 10  # type: ignore[index]
         assert cache.stats()["counters"]["lookups"] == 1  # type: ignore[index]
 
@@ -355,8 +364,9 @@ def test_prefetch_takes_no_more_than_half_of_the_host_tier(
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         hit = cache.prefetch(tokens).result(60)
-        assert (hit.num_tokens, hit.reason) == (32 * CHUNK, Reason.FULL)
-        assert served(cache, tokens)[0].num_tokens == 60 * CHUNK
+        assert hit.num_tokens == 32 * CHUNK
+        assert hit.reason == Reason.FULL
+        assert hit_of(cache, tokens).num_tokens == 60 * CHUNK
 
 
 def test_prefetch_without_a_host_tier_is_refused_with_a_reason(
@@ -385,11 +395,9 @@ def test_stats_add_up(cache: Cache) -> None:
     stats = cache.stats()
     counters = stats["counters"]
     assert isinstance(counters, dict)
-    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (
-        3,
-        1,
-        160,
-    )
+    assert counters["lookups"] == 3
+    assert counters["hits"] == 1
+    assert counters["hit_tokens"] == 160
     assert counters["asked_tokens"] == 168 * 2 + 10
     assert counters["hit_tokens_host"] == 160
     assert counters["hit_tokens_disk"] == 0
@@ -417,7 +425,8 @@ def test_stats_show_what_lower_tiers_dropped(cache: Cache) -> None:
     cache._resources.counters.add({"drop_busy": 1})
     host, disk = cache._tiers.ledgers()
     disk[1].count({"drop_stale": 2, "drop_busy": 3})
-    assert (host[0], disk[0]) == ("host", "disk")
+    assert host[0] == "host"
+    assert disk[0] == "disk"
     assert cache.stats()["drops"] == {"busy": 4, "stale": 2}
 
 
@@ -515,10 +524,8 @@ def test_without_a_config_the_options_come_from_the_environment(
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
     monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
     with Cache(namespace=NAMESPACE, layout=LAYOUT, min_hit_tokens=7) as cache:
-        assert (cache.config.chunk_tokens, cache.config.min_hit_tokens) == (
-            CHUNK,
-            7,
-        )
+        assert cache.config.chunk_tokens == CHUNK
+        assert cache.config.min_hit_tokens == 7
         assert cache.tiers == ("host",)
         assert (shm_root / "here").is_dir()
 
@@ -555,7 +562,7 @@ def test_what_is_pinned_outlives_what_is_stored_afterwards(
         assert cache.pin(prompt(8), owner="me") == {"host": 0, "disk": 0}
         for seed in range(1, 12):
             stored(cache, prompt(20, seed))
-        assert served(cache, prompt(8), salt="one")[0].by_tier == {"host": 128}
+        assert hit_of(cache, prompt(8), salt="one").by_tier == {"host": 128}
         assert cache.holders(cache.keys(prompt(8), salt="one")[0][2]) == [
             "host",
             "disk",
@@ -599,7 +606,7 @@ def test_given_tiers_take_the_place_of_the_configured(shm_root: Path) -> None:
         config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier]
     ) as cache:
         stored(cache, prompt(3))
-        assert served(cache, prompt(3))[0].by_tier == {"host": 48}
+        assert hit_of(cache, prompt(3)).by_tier == {"host": 48}
     wrong = KVLayout.opaque(CHUNK, 4096, "small")
     tier = HostTier.open(wrong, shm_root / "own", 1 << 20)
     with pytest.raises(ValueError, match="chunks of 4096 bytes"):
@@ -617,7 +624,7 @@ def test_with_no_tier_at_all_everything_is_a_miss() -> None:
         config_of(None, None), namespace=NAMESPACE, layout=LAYOUT
     ) as cache:
         tokens = prompt(3)
-        assert cache.store(tokens, kv_of(tokens).transfer).refused == 3
+        assert put(cache, tokens).refused == 3
         assert (
             cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.ABSENT
         )
@@ -643,14 +650,14 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(disk, "close", fail)
     assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
-        assert not tier.match_prefix(
-            cache_keys := [key for _, _, key in cache.keys(prompt(2))]
-        ), cache_keys
+        assert not tier.match_prefix(cache_keys := keys_of(cache, prompt(2))), (
+            cache_keys
+        )
     # another process could not open either exclusively
     with cache_at(shm_root, tmp_path) as again:
         assert again._tiers.host is not None
         assert again._tiers.host.ledger is not host.ledger
-        assert served(again, prompt(2))[0].num_tokens == 32
+        assert hit_of(again, prompt(2)).num_tokens == 32
 
 
 def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> None:
@@ -660,7 +667,7 @@ def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> Non
     assert cache.lookup(tokens).reason is Reason.CLOSED
     assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.CLOSED
     assert cache.prefetch(tokens).result(60).reason is Reason.CLOSED
-    assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.CLOSED
+    assert put(cache, tokens).reason is Reason.CLOSED
     assert cache.lookup_future(tokens).result(60).reason is Reason.CLOSED
     assert cache.close()
 
@@ -686,7 +693,7 @@ def test_wrong_arguments_are_one_value_error(
             ):
                 call(tokens, **wrong)  # type: ignore[operator]
         with pytest.raises(ValueError, match="no such option"):
-            cache.store(tokens, kv_of(tokens).transfer, **wrong)  # type: ignore[arg-type]
+            put(cache, tokens, **wrong)  # type: ignore[arg-type]
     stored(cache, tokens)
     for move in (cache.store, cache.retrieve):
         with pytest.raises(
@@ -719,9 +726,11 @@ def test_a_hit_that_the_engine_can_use_in_part_is_counted_in_part(
         )
         assert part.by_tier == {"host": 2 * CHUNK, "disk": CHUNK}
         assert part.num_tokens == int(part.mask.sum()) == 3 * CHUNK
-        assert (part.reason, part.detail) == (Reason.ABSENT, "no more")
+        assert part.reason == Reason.ABSENT
+        assert part.detail == "no more"
         nothing = cache.lookup(tokens, usable=lambda hit: hit.shortened(0, None))
-        assert (nothing.num_tokens, nothing.by_tier) == (0, {})
+        assert nothing.num_tokens == 0
+        assert nothing.by_tier == {}
         # more than there is
         more = cache.lookup(
             tokens,
@@ -730,5 +739,6 @@ def test_a_hit_that_the_engine_can_use_in_part_is_counted_in_part(
         )
         assert more.num_tokens == int(more.mask.sum()) == 3 * CHUNK
         counters = counters_of(cache)
-        assert (counters["lookups"], counters["hits"]) == (4, 3)
+        assert counters["lookups"] == 4
+        assert counters["hits"] == 3
         assert counters["hit_tokens"] == 10 * CHUNK

@@ -120,7 +120,8 @@ def test_a_load_that_raises_later_is_a_miss(cache: Cache, wrong: str) -> None:
     disk = disk_of(cache)
     disk.loads = wrong
     hit = cache.retrieve(tokens, blank(tokens).transfer)
-    assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
+    assert hit.num_tokens == 0
+    assert hit.reason == Reason.IO_ERROR
     # who says that it has failed fills nothing any more
     assert is_nothing_held(cache), cache.stats()
     disk.loads = ""
@@ -139,7 +140,8 @@ def test_what_a_tier_may_still_fill_is_not_given_to_others(
     disk = disk_of(cache)
     disk.loads = wrong
     hit = cache.retrieve(tokens, blank(tokens).transfer)
-    assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
+    assert hit.num_tokens == 0
+    assert hit.reason == Reason.IO_ERROR
     disk.loads = ""
 
     class Slow(BlockKV):
@@ -170,7 +172,8 @@ def test_a_store_that_is_not_as_promised_keeps_nothing(
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert cache.flush(PATIENT_SECONDS)
     if cache._tiers.host is None:
-        assert (answer.refused, answer.reason) == (CHUNKS, Reason.IO_ERROR)
+        assert answer.refused == CHUNKS
+        assert answer.reason == Reason.IO_ERROR
     if wrong in FAILED:
         wait_until(lambda: is_nothing_held(cache), why_not=cache.stats)
     disk.stores = ""

@@ -33,6 +33,7 @@ from tests.cache.kit import (
     cache_at,
     copied,
     counters_of,
+    hit_of,
     keys_of,
     kv_of,
     on_disk,
@@ -79,10 +80,8 @@ def test_a_request_that_may_not_read_is_in_no_rate(
         stats = cache.stats()
         assert stats["misses"] == {"not_asked": 1}
         assert stats["hit_rate"] == 1.0
-        assert (
-            stats["counters"]["lookups"],
-            stats["counters"]["asked_tokens"],
-        ) == (1, 100)
+        assert stats["counters"]["lookups"] == 1
+        assert stats["counters"]["asked_tokens"] == 100
         last = slots._ledger.requests.newest()
         assert {(one.asked_tokens, one.reason) for one in last} == {
             (100, None),
@@ -104,17 +103,16 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(
             == [True] * 6
         )
         assert cache.lookup(tokens).by_tier == {"host": 96}
-        assert served(cache, tokens)[0].num_tokens == 96
+        assert hit_of(cache, tokens).num_tokens == 96
         assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
-        assert all(
-            isinstance(item, Present) for item in reserved_for(cache, tokens)
-        )
+        for item in reserved_for(cache, tokens):
+            assert isinstance(item, Present)
         assert cache.flush(100)
         assert cache._tiers.host is not None
         cache._tiers.host.clear()
-        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+        assert hit_of(cache, tokens).by_tier == {"disk": 96}
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+        assert hit_of(cache, tokens).by_tier == {"disk": 96}
 
 
 def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
@@ -126,7 +124,8 @@ def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
         assert (blocks == kv.blocks).all()
         longer = np.concatenate([tokens, prompt(2, 1)])
         found = slots_of(cache).match_prefix(keys_of(cache, longer)[2:], 2)
-        assert (len(found.slots), found.reason) == (4, Reason.ABSENT)
+        assert len(found.slots) == 4
+        assert found.reason == Reason.ABSENT
 
 
 def test_a_look_without_touch_changes_nothing(shm_root: Path) -> None:
@@ -159,11 +158,9 @@ def test_a_look_without_touch_changes_nothing(shm_root: Path) -> None:
             len(slots_of(cache).match_prefix(keys_of(cache, prompt(3)), 0).slots)
             == 3
         )
-        assert all(
-            a < b
-            for old, new in zip(before, state(), strict=True)
-            for a, b in zip(old, new, strict=True)
-        )
+        for old, new in zip(before, state(), strict=True):
+            for a, b in zip(old, new, strict=True):
+                assert a < b
 
 
 def test_write_through_writes_down_what_several_runs_left(
@@ -192,7 +189,7 @@ def test_write_back_writes_what_is_left_when_it_closes(
         written(cache, prompt(5))
         assert on_disk(cache, prompt(5)) == 0
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert served(cache, prompt(5))[0].by_tier == {"disk": 80}
+        assert hit_of(cache, prompt(5)).by_tier == {"disk": 80}
 
 
 def test_selective_writes_what_was_copied_out_often(
@@ -274,7 +271,7 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         tokens = prompt(14)
         assert slots._ledger.window == 8
         assert len(written(cache, tokens)) == 14
-        assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 14 * CHUNK
         use = slots._ledger.columns.last_use[
             slots.match_prefix(keys_of(cache, tokens), 0, touch=False).slots
         ]
@@ -308,9 +305,8 @@ def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
         } == {Reason.FULL}
         assert [item.key for item in outcomes] == keys_of(cache, prompt(40))
         assert counters_of(cache)["drop_full"] == 24
-        assert all(
-            isinstance(item, Busy) for item in reserved_for(cache, prompt(16))
-        )
+        for item in reserved_for(cache, prompt(16)):
+            assert isinstance(item, Busy)
         slots.abort([item for item in outcomes if isinstance(item, Reserved)])
         assert admin.gauges(slots._ledger)["reserved"] == 0
 
@@ -333,7 +329,8 @@ def test_runs_of_any_length_get_their_own_answers_in_their_order(
         for run, outcomes in zip(runs, found, strict=True):
             assert [one.key for one in outcomes] == run.keys
         for at in (0, 2, 4):
-            assert all(isinstance(one, Reserved) for one in found[at])
+            for one in found[at]:
+                assert isinstance(one, Reserved)
         slots.abort(
             [one for each in found for one in each if isinstance(one, Reserved)]
         )
@@ -400,7 +397,8 @@ def _all_are_misses(
         np.array([c.generation for c in copies], np.uint64),
     )
     found = slots.match_prefix(keys, 0)
-    assert (len(found.slots), found.reason) == (0, Reason.CLOSED)
+    assert len(found.slots) == 0
+    assert found.reason == Reason.CLOSED
     assert slots.hold(*rows) == [False] * len(copies)
     assert slots.still_valid(*rows).tolist() == [False] * len(copies)
     slots.release(*rows)
@@ -415,7 +413,8 @@ def _all_are_misses(
         [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
     )
     assert slots.view(copies[0].slot).shape == (LAYOUT.slot_bytes,)
-    assert (slots.count, len(slots.namespace())) == (64, 32)
+    assert slots.count == 64
+    assert len(slots.namespace()) == 32
     assert slots.stamp() > 0
 
 
@@ -542,7 +541,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
 
 
 def test_a_reserve_waits_no_longer_than_its_deadline(shm_root: Path) -> None:
@@ -587,16 +586,12 @@ def test_no_byte_of_a_held_slot_changes_though_another_process_clears_it(
         run_all([SPAWN.Process(target=_clears_and_fills, args=(shm_root,))])
         blocks = kv_of(tokens).blocks
         held = [slots.view(copy.slot)[: LAYOUT.chunk_bytes] for copy in copies]
-        assert all(
-            (view == block).all()
-            for view, block in zip(held, blocks, strict=True)
-        )
+        for view, block in zip(held, blocks, strict=True):
+            assert (view == block).all()
         assert not slots.still_valid(*places).any()
         slots.release(*places)
         for seed in range(20, 40):
             written(cache, prompt(8, seed))
-        assert not any(
-            (view == block).all()
-            for view, block in zip(held, blocks, strict=True)
-        )
+        for view, block in zip(held, blocks, strict=True):
+            assert not (view == block).all()
         admin.check(slots._ledger)

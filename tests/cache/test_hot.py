@@ -22,10 +22,11 @@ from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
     config_of,
+    hit_of,
     keys_of,
-    kv_of,
     on_disk,
     prompt,
+    put,
     served,
     stored,
 )
@@ -57,9 +58,9 @@ def use_beside_others(cache: Cache, clock: FakeClock, again: bool) -> None:
     for seed in range(30):
         clock.advance(1)
         stored(cache, prompt(8, 100 + seed))
-        assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
+        assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
         if again:
-            assert cache.store(HOT, kv_of(HOT).transfer).present == 20
+            assert put(cache, HOT).present == 20
         assert cache.flush(100)
 
 
@@ -77,8 +78,8 @@ def test_a_hot_prompt_survives_a_reboot_with_a_small_disk(
     with small_disk(
         shm_root / "after", tmp_path, clock, policy=policy
     ) as cache:  # memory is empty after a boot
-        assert served(cache, HOT)[0].by_tier == {"disk": 20 * CHUNK}
-        assert served(cache, prompt(8, 100))[0].num_tokens == 0
+        assert hit_of(cache, HOT).by_tier == {"disk": 20 * CHUNK}
+        assert hit_of(cache, prompt(8, 100)).num_tokens == 0
 
 
 @pytest.mark.parametrize("policy", ["write_through", "selective", "write_back"])
@@ -97,7 +98,7 @@ def test_what_the_disk_has_lost_is_written_again_when_it_is_used(
         for key in keys_of(cache, HOT)[5:]:
             assert disk.remove(key)
         clock.advance(1)
-        assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
+        assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
         assert cache.flush(100)
         assert on_disk(cache, HOT) == 20
 
@@ -109,7 +110,7 @@ def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
     with small_disk(shm_root, tmp_path / "one", FakeClock()) as first:
         stored(first, HOT)
         with small_disk(shm_root, tmp_path / "two", FakeClock()) as second:
-            assert served(second, HOT)[0].by_tier == {"host": 20 * CHUNK}
+            assert hit_of(second, HOT).by_tier == {"host": 20 * CHUNK}
             assert second.flush(100)
             assert on_disk(second, HOT) == 20
 
@@ -134,8 +135,8 @@ def test_a_use_is_reported_before_what_is_stored_after_it(
     with small_disk(shm_root, tmp_path, clock, policy="hindsight") as cache:
         stored(cache, HOT)
         clock.advance(10)
-        assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
-        cache.store(HOT, kv_of(HOT).transfer)
+        assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
+        put(cache, HOT)
         wait_until(
             lambda: all(
                 queue.waiting == 0 for queue in cache._resources.writeback
@@ -157,10 +158,8 @@ def test_a_use_is_reported_before_what_passes_through_a_buffer_after_it(
             clock.advance(1)
             stored(cache, prompt(20, 100 + seed))
         clock.advance(1)
-        assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
-        cache.store(
-            prompt(20, 102), kv_of(prompt(20, 102)).transfer, tiers=["disk"]
-        )
+        assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
+        put(cache, prompt(20, 102), tiers=["disk"])
         assert on_disk(cache, HOT) == 20
 
 
@@ -202,9 +201,9 @@ def test_a_hit_waits_for_no_tier_below(shm_root: Path, tmp_path: Path) -> None:
         tiers=[host, slow],
         clock=clock,
     ) as cache:
-        cache.store(HOT, kv_of(HOT).transfer)
+        put(cache, HOT)
         for _ in range(20):
-            assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
+            assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
         assert not cache.flush(0.01)
         slow.may_answer.set()
         assert cache.flush(100)

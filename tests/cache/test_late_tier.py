@@ -26,8 +26,8 @@ from tests.cache.kit import (
     NAMESPACE,
     cache_at,
     config_of,
+    hit_of,
     prompt,
-    served,
     stored,
 )
 
@@ -134,10 +134,10 @@ def test_a_cache_starts_without_its_disk_says_so_and_uses_it_later(
         comes_back(drive, cache)
         assert cache.tiers == ("host", "disk")
         assert "left_out" not in cache.stats()
-        assert served(cache, old)[0].by_tier["disk"] == len(old)
+        assert hit_of(cache, old).by_tier["disk"] == len(old)
         stored(cache, prompt(2, seed=3))
     with cache_at(None, drive.path) as cache:
-        assert served(cache, prompt(2, seed=3))[0].num_tokens == len(old)
+        assert hit_of(cache, prompt(2, seed=3)).num_tokens == len(old)
 
 
 def test_weights_that_changed_meanwhile_are_recorded_before_the_tier_takes_part(
@@ -285,7 +285,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
             assert "no answer" in cache.stats()["left_out"]["disk"]
             held.close()
             wait_until(lambda: "disk" in cache.tiers)
-            assert served(cache, tokens)[0].by_tier["disk"] == len(tokens)
+            assert hit_of(cache, tokens).by_tier["disk"] == len(tokens)
 
 
 def test_a_cache_that_is_closed_first_leaves_no_thread_and_no_open_store(

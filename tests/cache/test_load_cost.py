@@ -307,7 +307,8 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(
         for _ in range(2):
             cache._resources.load_cost.record_load("disk", 8192, 1.0)
         hit, _ = served(cache, tokens, start_tokens=2 * CHUNK)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.NOT_WORTH_IT
         assert cache.lookup(tokens).reason is Reason.NOT_WORTH_IT
         assert cache.stats()["misses"] == {"not_worth_it": 2}
 
@@ -453,7 +454,8 @@ def test_a_hit_below_the_minimum_is_not_loaded(shm_root: Path) -> None:
         stored(cache, tokens[: 3 * CHUNK])
         stored(cache, other)
         hit, kv = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.BELOW_MINIMUM)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.BELOW_MINIMUM
         assert not kv.blocks.any()
         assert "48 of 100 tokens" in hit.detail
         assert cache.lookup(tokens).reason is Reason.BELOW_MINIMUM

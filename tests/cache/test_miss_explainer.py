@@ -24,8 +24,11 @@ from tests.cache.kit import (
     NAMESPACE,
     SPAWN,
     cache_at,
+    hit_of,
+    keys_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -51,7 +54,7 @@ def _explained(
     before = cache.stats()["counters"]
     explained = cache.explain(tokens)
     assert cache.stats()["counters"] == before
-    for hit in (explained, cache.lookup(tokens), served(cache, tokens)[0]):
+    for hit in (explained, cache.lookup(tokens), hit_of(cache, tokens)):
         assert hit.reason is reason, hit
         assert re.search(detail, hit.detail), hit.detail
     counters = cache.stats()["counters"]
@@ -66,7 +69,8 @@ def test_what_was_never_stored_is_absent(shm_root: Path, tmp_path: Path) -> None
         assert _explained(cache, 4, Reason.ABSENT, "never stored").num_tokens == 0
         stored(cache, prompt(4))
         hit = cache.explain(prompt(4))
-        assert (hit.num_tokens, hit.reason) == (64, None)
+        assert hit.num_tokens == 64
+        assert hit.reason is None
 
 
 def test_evicted_says_when(shm_root: Path) -> None:
@@ -87,7 +91,7 @@ def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(
     with cache_at(shm_root, None) as cache:
         ledger, keys = (
             cache._tiers.host.ledger,
-            [key for _, _, key in cache.keys(prompt(4))],
+            keys_of(cache, prompt(4)),
         )  # type: ignore[union-attr]
         ledger.refuse(keys, start=0, stamp=ledger.stamp())
         _explained(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
@@ -141,7 +145,7 @@ def test_what_is_being_stored_is_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))
         tokens = prompt(4)
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         ledger.reserve(
             keys[2:],
@@ -157,7 +161,7 @@ def test_a_prompt_shorter_than_a_chunk_is_a_short_prompt(shm_root: Path) -> None
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(1))
         _explained(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
-        assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (
+        assert put(cache, prompt(0.9)) == (
             0,
             0,
             0,
@@ -187,12 +191,12 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
     cache, slab = faulty_cache(shm_root, tmp_path, disk_clock=FakeClock())
     with cache:
         slab.fail_next("read", Fault.EIO, times=100)
-        reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
+        reasons = [hit_of(cache, prompt(3, seed)).reason for seed in range(6)]
         assert reasons[0] is Reason.IO_ERROR
         assert reasons[-1] is Reason.TIER_SKIPPED
         assert "failed repeatedly" in cache.explain(prompt(3, 5)).detail
         stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier continues
-        assert served(cache, prompt(3, 9))[0].num_tokens == 48
+        assert hit_of(cache, prompt(3, 9)).num_tokens == 48
 
 
 def test_what_loads_too_slowly_is_a_missed_deadline(
@@ -234,7 +238,8 @@ def test_a_ledger_that_another_process_locks_is_ledger_busy(
         assert process.pid is not None
         patience = Patience(25)
         hit, _ = served(cache, prompt(3), deadline_seconds=0.2)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.LEDGER_BUSY)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.LEDGER_BUSY
         assert (
             cache.lookup(prompt(3), deadline_seconds=0.2).reason
             is Reason.LEDGER_BUSY
@@ -248,7 +253,7 @@ def test_a_ledger_that_another_process_locks_is_ledger_busy(
         process.kill()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        assert served(cache, prompt(3))[0].num_tokens == 48
+        assert hit_of(cache, prompt(3)).num_tokens == 48
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict)
         assert counters["miss_ledger_busy"] >= 2
@@ -276,7 +281,8 @@ def test_explain_touches_nothing(shm_root: Path) -> None:
             ledger.columns.hits,
             ledger.columns.lease_until,
         )
-        assert all((a == b).all() for a, b in zip(before, after, strict=True))
+        for a, b in zip(before, after, strict=True):
+            assert (a == b).all()
 
 
 def test_keys_alone_have_reasons_too(shm_root: Path) -> None:

@@ -26,8 +26,11 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    hit_of,
+    keys_of,
     kv_of,
     prompt,
+    put,
     run_all,
     served,
     stored,
@@ -72,7 +75,7 @@ def test_a_time_that_is_no_finite_number_is_refused_with_its_name(
                 ValueError, match=r"timeout = .*a finite number of seconds"
             ):
                 finish(seconds)  # type: ignore[arg-type]
-        assert served(cache, tokens)[0].num_tokens == 64  # nothing was closed
+        assert hit_of(cache, tokens).num_tokens == 64  # nothing was closed
 
 
 @pytest.mark.parametrize(
@@ -81,8 +84,8 @@ def test_a_time_that_is_no_finite_number_is_refused_with_its_name(
 def test_any_finite_number_is_a_time(shm_root: Path, seconds: float) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
-        cache.store(tokens, kv_of(tokens).transfer, deadline_seconds=seconds)
-        assert served(cache, tokens, deadline_seconds=seconds)[0].num_tokens == 64
+        put(cache, tokens, deadline_seconds=seconds)
+        assert hit_of(cache, tokens, deadline_seconds=seconds).num_tokens == 64
         assert cache.lookup(tokens, deadline_seconds=seconds).num_tokens == 64
         assert cache.flush(seconds)
 
@@ -117,7 +120,7 @@ def test_the_keys_of_another_tenant_are_a_miss_and_stay(
         assert answer.reason is Reason.OTHER_NAMESPACE
         assert cache.flush(100)
         assert cache.lookup(None, keys=keys, salt="mallory").num_tokens == 0
-        assert served(cache, tokens, salt="alice")[0].num_tokens == 64
+        assert hit_of(cache, tokens, salt="alice").num_tokens == 64
         shifted = [(begin + CHUNK, end + CHUNK, key) for begin, end, key in keys]
         assert (
             cache.retrieve(
@@ -148,7 +151,7 @@ def test_mistake_1_staging_memory_that_leaks_until_close_hangs(
             cache.store(prompt(2, 9), Failing(kv_of(prompt(2, 9)).transfer))
             cache.retrieve(tokens, blank(tokens).transfer, deadline_seconds=0.0)
         wait_until(lambda: cache.stats()["staging_buffers"] == 0)
-        assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 40 * CHUNK
         patience = Patience(25)
         assert cache.close(timeout=60.0)
         assert not patience.ended, patience.said()
@@ -173,7 +176,7 @@ def test_mistake_2_locks_held_across_copies(
         ]
         # one copy down and one copy up are blocked, and all other calls continue:
         inside.wait(60)
-        assert served(cache, prompt(4))[0].num_tokens == 64
+        assert hit_of(cache, prompt(4)).num_tokens == 64
         stored(cache, prompt(4, 2))
         assert cache.clear(salt="somebody else").ok
         assert cache.stats()["hit_rate"]
@@ -191,19 +194,13 @@ def test_mistake_3_failed_saves_that_count_as_present(
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
         slab.fail_next("write", fault, times=3)
-        cache.store(prompt(3), kv_of(prompt(3)).transfer)
+        put(cache, prompt(3))
         assert cache.flush(100)
         assert slab.struck[fault] == 3
         assert cache.lookup(prompt(3), tiers=["disk"]).num_tokens == 0
-        assert (
-            _counter(cache, "ready"),
-            _counter(cache, "reserved"),
-            _counter(cache, "stored_chunks"),
-        ) == (
-            0,
-            0,
-            0,
-        )
+        assert _counter(cache, "ready") == 0
+        assert _counter(cache, "reserved") == 0
+        assert _counter(cache, "stored_chunks") == 0
         assert _counter(cache, "drop_io_error") == 3
 
 
@@ -214,7 +211,7 @@ def test_mistake_4_half_written_chunks_that_are_found_and_rooms_that_are_lost(
     with cache:
         for seed in range(30):
             slab.fail_next("write", Fault.TORN, skip=seed % 3)
-            cache.store(prompt(4, seed), kv_of(prompt(4, seed)).transfer)
+            put(cache, prompt(4, seed))
             assert cache.flush(100)
             slab.heal()
         gauges = admin.check(cache._tiers.ledgers()[1][1]).gauges
@@ -235,7 +232,7 @@ def test_mistake_5_accounting_that_drifts_until_every_write_is_refused(
         for seed in range(40):
             tokens = prompt(10, seed % 7)
             # evicted and overwritten while saves are in flight
-            cache.store(tokens, kv_of(tokens).transfer)
+            put(cache, tokens)
             if seed % 5 == 0:
                 cache.clear()
         assert cache.flush(100)
@@ -244,7 +241,7 @@ def test_mistake_5_accounting_that_drifts_until_every_write_is_refused(
             assert gauges["free"] + gauges["ready"] == gauges["slots"]
             assert not gauges["reserved"]
         stored(cache, prompt(10, 99))
-        assert served(cache, prompt(10, 99), tiers=["disk"])[0].num_tokens == 160
+        assert hit_of(cache, prompt(10, 99), tiers=["disk"]).num_tokens == 160
 
 
 def test_mistake_6_queues_that_keep_the_engine_s_tensors_alive(
@@ -262,7 +259,7 @@ def test_mistake_6_queues_that_keep_the_engine_s_tensors_alive(
         assert alive() is None
         # more than the host tier holds: dropped, and not counted as stored
         for seed in range(1, 30):
-            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+            put(cache, prompt(8, seed))
         assert cache.stats()["waiting_chunks"] <= 64  # type: ignore[operator]
         slab.heal()
         assert cache.flush(100)
@@ -303,11 +300,11 @@ def test_mistake_15_a_late_write_into_a_slot_that_is_somebody_else_s(
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
         slab.fail_next("write", Fault.HANG)
-        cache.store(prompt(1), kv_of(prompt(1)).transfer)
+        put(cache, prompt(1))
         assert slab.hanging.wait(30)
         cache.clear()  # its host slot is reassigned while the write is blocked
         for seed in range(2, 10):
-            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+            put(cache, prompt(8, seed))
         slab.heal()
         assert cache.flush(100)
         assert cache.lookup(prompt(1)).num_tokens == 0
@@ -375,7 +372,7 @@ def test_mistake_18_short_reads_and_writes_taken_for_whole(
         slab.fail_next(call, Fault.SHORT, times=8)
         stored(cache, prompt(8))
         cache._tiers.host.clear()  # type: ignore[union-attr]
-        assert served(cache, prompt(8))[0].by_tier == {"disk": 128}
+        assert hit_of(cache, prompt(8)).by_tier == {"disk": 128}
         assert slab.struck[Fault.SHORT] == 8
     size = (tmp_path / "disk" / LAYOUT.fingerprint / "slab").stat().st_size
     # and nothing is truncated at open
@@ -383,7 +380,7 @@ def test_mistake_18_short_reads_and_writes_taken_for_whole(
         assert (
             tmp_path / "disk" / LAYOUT.fingerprint / "slab"
         ).stat().st_size == size
-        assert served(again, prompt(8))[0].by_tier == {"disk": 128}
+        assert hit_of(again, prompt(8)).by_tier == {"disk": 128}
 
 
 def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never_read(
@@ -400,7 +397,8 @@ def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never
             served(cache, prompt(4))
         cache.observe_prefill(10**9, 0.001)
         hit, kv = served(cache, prompt(4))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.NOT_WORTH_IT
         assert not kv.blocks.any()
 
 
@@ -435,7 +433,7 @@ def test_mistake_22_a_clear_of_one_tier_or_of_another_tenant(
 @pytest.mark.slow
 def test_mistake_23_metrics_that_reset_themselves(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        keys = [key for _, _, key in cache.keys(prompt(1))]
+        keys = keys_of(cache, prompt(1))
         for _ in range(10_100):
             cache.lookup(None, keys=keys)
         counters = cache.stats()["counters"]
@@ -456,7 +454,7 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(
         for seed in range(5):
             tokens = np.concatenate([head, prompt(4, seed + 1)])
             stored(cache, tokens)
-        keys = [key for _, _, key in cache.keys(head)]
+        keys = keys_of(cache, head)
         patience = Patience(60)
         for tier in cache._tiers.all:
             assert tier.remove(keys[2])

@@ -115,7 +115,8 @@ def test_all_that_is_stored_is_found_and_loaded(
     plain = cache.lookup(tokens)
     assert hit.num_tokens == plain.num_tokens
     assert hit.by_tier == plain.by_tier
-    assert (plain.pieces, plain.loaded) == ((), plain.num_tokens)
+    assert plain.pieces == ()
+    assert plain.loaded == plain.num_tokens
     loaded(cache, tokens, here)
 
 
@@ -131,10 +132,12 @@ def test_each_piece_may_be_loaded_by_itself(cache: Cache) -> None:
         part = cache.retrieve(
             tokens[:stop], kv.transfer, start_tokens=start, counted=False
         )
-        assert (part.num_tokens, part.reason) == (stop - start, None)
+        assert part.num_tokens == stop - start
+        assert part.reason is None
     check_bytes(kv, tokens, hit)
     counters = counters_of(cache)
-    assert (counters["lookups"], counters["hits"]) == (1, 1)
+    assert counters["lookups"] == 1
+    assert counters["hits"] == 1
     assert counters["hit_tokens"] == 5 * CHUNK
 
 
@@ -231,7 +234,8 @@ def test_pieces_of_a_tier_that_is_too_slow_are_computed(
         rest = cache.lookup(tokens, pieces=True, start_tokens=CHUNK)
         assert rest.reason is Reason.NOT_WORTH_IT
         assert rest.pieces == pieces_of(here)
-        assert (rest.num_tokens, rest.loaded) == (0, 5 * CHUNK)
+        assert rest.num_tokens == 0
+        assert rest.loaded == 5 * CHUNK
 
 
 def test_a_slow_tier_between_two_parts_of_a_fast_one_is_a_hole(
@@ -248,7 +252,8 @@ def test_a_slow_tier_between_two_parts_of_a_fast_one_is_a_hole(
             cache._resources.load_cost.record_load("host", 1 << 40, 1.0)
         hit = cache.lookup(tokens, pieces=True)
         assert hit.pieces == pieces_of(["host"] * 3 + [""] + ["host"] * 4)
-        assert (hit.num_tokens, hit.loaded) == (3 * CHUNK, 7 * CHUNK)
+        assert hit.num_tokens == 3 * CHUNK
+        assert hit.loaded == 7 * CHUNK
         assert hit.by_tier == {"host": 3 * CHUNK}
         assert hit.mask.sum() == 3 * CHUNK
         assert hit.reason is Reason.NOT_WORTH_IT
@@ -298,7 +303,8 @@ class AskedDisk(DiskTier):
 @pytest.fixture
 def asked(shm_root: Path, tmp_path: Path) -> Iterator[tuple[Cache, AskedDisk]]:
     config = config_of(shm_root, tmp_path, deadline_seconds=1.0)
-    assert config.host_path and config.disk_path
+    assert config.host_path
+    assert config.disk_path
     host = HostTier.open(
         LAYOUT, Path(config.host_path), config.host_size, policy="lru"
     )
@@ -342,7 +348,8 @@ def test_a_tier_that_stops_is_waited_for_once(
     kv = blank(tokens)
     with within(30.0):
         hit = cache.retrieve(tokens, kv.transfer, pieces=True)
-    assert (hit.loaded, hit.pieces) == (0, ())
+    assert hit.loaded == 0
+    assert hit.pieces == ()
     assert disk.loads == 1
     assert not kv.blocks.any()
 
@@ -362,7 +369,8 @@ def test_a_piece_that_goes_after_it_was_found_is_not_in_the_hit(
     part = cache.retrieve(
         tokens[:stop], kv.transfer, start_tokens=start, counted=False
     )
-    assert (part.start_tokens, part.stop_tokens) == (32, 64)
+    assert part.start_tokens == 32
+    assert part.stop_tokens == 64
     assert part.reason is Reason.REMOVED
 
 
@@ -371,7 +379,8 @@ def test_pieces_of_the_middle_of_a_prompt(cache: Cache) -> None:
     stored(cache, tokens)
     remove(cache, tokens, {1, 4, 6})
     hit = cache.lookup(tokens, pieces=True, start_tokens=3 * CHUNK)
-    assert (hit.num_tokens, hit.start_tokens) == (CHUNK, 3 * CHUNK)
+    assert hit.num_tokens == CHUNK
+    assert hit.start_tokens == 3 * CHUNK
     assert hit.runs() == [(48, 64), (80, 96), (112, 128)]
     keys = keys_of(cache, tokens)
     by_key = cache.lookup(None, pieces=True, keys=keys)
@@ -414,7 +423,8 @@ def test_nothing_is_asked_of_a_closed_cache(cache: Cache) -> None:
     cache.close()
     assert cache.lookup(tokens, pieces=True).pieces == ()
     hit = cache.retrieve(tokens, blank(tokens).transfer, pieces=True)
-    assert (hit.pieces, hit.reason) == ((), Reason.CLOSED)
+    assert hit.pieces == ()
+    assert hit.reason == Reason.CLOSED
 
 
 def test_a_call_that_is_cancelled_loads_no_further_piece(

@@ -23,8 +23,10 @@ from tests.cache.kit import (
     SPAWN,
     blank,
     cache_at,
+    hit_of,
     kv_of,
     prompt,
+    put,
     run_all,
     served,
     stored,
@@ -52,7 +54,7 @@ def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
             if kind < 5:
                 served(cache, tokens)  # checks every byte
             elif kind < 8:
-                cache.store(tokens, kv_of(tokens).transfer)
+                put(cache, tokens)
             elif kind < 9:
                 cache.prefetch(tokens).result()
             else:
@@ -127,8 +129,7 @@ def test_what_a_dead_process_was_storing_is_soon_nobody_s(shm_root: Path) -> Non
         process.start()
         assert began.wait(60)
         assert (
-            served(cache, prompt(4), deadline_seconds=0.2)[0].reason
-            is Reason.BUSY
+            hit_of(cache, prompt(4), deadline_seconds=0.2).reason is Reason.BUSY
         )
         process.kill()
         process.join(60)
@@ -149,11 +150,11 @@ def test_a_store_warms_the_next_process(shm_root: Path) -> None:
     process.start()
     process.join(60)
     with cache_at(shm_root, None) as cache:
-        assert served(cache, prompt(5))[0].by_tier == {"host": 80}
+        assert hit_of(cache, prompt(5)).by_tier == {"host": 80}
 
 
 def _in_child(cache: Cache) -> None:
-    assert served(cache, prompt(5))[0].num_tokens == 80
+    assert hit_of(cache, prompt(5)).num_tokens == 80
     stored(cache, prompt(5, 1))
     assert (
         cache.retrieve_future(prompt(5, 1), blank(prompt(5, 1)).transfer)
@@ -176,8 +177,8 @@ def test_a_forked_child_goes_on_with_the_same_cache(
         stored(cache, prompt(5, 2))
         process.join(60)
         assert process.exitcode == 0
-        assert served(cache, prompt(5, 1))[0].num_tokens == 80
-        assert served(cache, prompt(5, 1), tiers=["disk"])[0].num_tokens == 80
+        assert hit_of(cache, prompt(5, 1)).num_tokens == 80
+        assert hit_of(cache, prompt(5, 1), tiers=["disk"]).num_tokens == 80
         assert admin.check(cache._tiers.host.ledger).unreachable == 0  # type: ignore[union-attr]
 
 
@@ -200,7 +201,8 @@ def test_counters_are_seen_by_other_processes_and_outlive_them(
         )
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict)
-        assert (counters["lookups"], counters["hit_tokens_host"]) == (2, 160)
+        assert counters["lookups"] == 2
+        assert counters["hit_tokens_host"] == 160
 
 
 def test_bytes_scribbled_by_another_owner_are_never_served(
@@ -220,14 +222,15 @@ def test_bytes_scribbled_by_another_owner_are_never_served(
                     slab.array[:] = 255
 
         hit = cache.retrieve(prompt(8, 5), Scribbling(blank(prompt(8)).transfer))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.CLEARED)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.CLEARED
         assert cache.config.chunk_tokens == CHUNK
 
 
 def _with_private_memory(cache: Cache) -> None:
     # the memory is the parent's: a hit with right bytes and a miss are both correct
     served(cache, prompt(5))
-    cache.store(prompt(5, 1), kv_of(prompt(5, 1)).transfer)
+    put(cache, prompt(5, 1))
     served(cache, prompt(5, 1))
 
 
@@ -244,4 +247,4 @@ def test_a_forked_child_of_a_cache_in_private_memory_reads_and_leaves_right_byte
         assert process.exitcode == 0
         # all chunks of the child that it finds have the right bytes
         served(cache, prompt(5, 1))
-        assert served(cache, prompt(5))[0].num_tokens == 80
+        assert hit_of(cache, prompt(5)).num_tokens == 80

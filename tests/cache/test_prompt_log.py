@@ -96,7 +96,8 @@ def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(
         for _ in range(3):
             cache.store(tokens, kv_of(tokens).transfer)
         (logged,) = logged_by(cache)
-        assert (logged.namespace, logged.chunk_tokens) == (root, CHUNK)
+        assert logged.namespace == root
+        assert logged.chunk_tokens == CHUNK
         assert logged.keys == chunk_keys(tokens, root, CHUNK)
         # those after the last whole chunk, too
         assert logged.tokens.tolist() == tokens.tolist()
@@ -158,7 +159,8 @@ def test_a_prompt_that_is_stored_in_parts_is_logged_a_few_times(
     log.close()
     lengths = [len(logged.keys) for logged in logged_prompts(ledger.directory)]
     assert len(lengths) < 20
-    assert all(4 * after >= 5 * before for before, after in pairwise(lengths))
+    for before, after in pairwise(lengths):
+        assert 4 * after >= 5 * before
 
 
 def test_only_one_of_two_processes_begins_a_new_file(ledger: Ledger) -> None:
@@ -326,13 +328,12 @@ def test_where_one_of_the_two_ends_no_token_differs() -> None:
         for stored in (ours[:40], np.concatenate([ours, ours]))
     )
     assert shorter is not None
-    assert (shorter.token, shorter.same_tokens, shorter.stored_id) == (
-        None,
-        40,
-        None,
-    )
+    assert shorter.token is None
+    assert shorter.same_tokens == 40
+    assert shorter.stored_id is None
     assert longer is not None
-    assert (longer.token, longer.token_id) == (None, None)
+    assert longer.token is None
+    assert longer.token_id is None
     besides = nearest_prompt(
         ours, ROOT, [one(ours)], lambda _: (), lambda _: (), besides=True
     )
@@ -349,16 +350,16 @@ def test_another_namespace_is_compared_only_if_its_own_has_no_prompt() -> None:
     theirs = one(changed(ours, 50), root=other)
     found = nearest_prompt(ours, ROOT, [theirs], lambda _: (), fields)
     assert found is not None
-    assert (found.token, found.namespace, found.other_fields) == (
-        50,
-        other,
-        ("salt",),
-    )
+    assert found.token == 50
+    assert found.namespace == other
+    assert found.other_fields == ("salt",)
     found = nearest_prompt(
         ours, ROOT, [theirs, one(changed(ours, 20))], lambda _: (), fields
     )
     assert found is not None
-    assert (found.token, found.namespace, found.other_fields) == (20, ROOT, ())
+    assert found.token == 20
+    assert found.namespace == ROOT
+    assert found.other_fields == ()
 
 
 def test_the_scheme_of_keys_is_found_by_the_log_or_by_what_is_stored() -> None:
@@ -707,5 +708,6 @@ def test_processes_that_are_killed_leave_whole_prompts_and_no_lock(
         log.flush()
     found = list(logged_prompts(ledger.directory))
     assert len(found) > 80
-    assert all(len(logged.tokens) == 200 * CHUNK for logged in found)
+    for logged in found:
+        assert len(logged.tokens) == 200 * CHUNK
     assert (ledger.directory / OLD_PROMPTS).stat().st_size < 3 << 19

@@ -42,8 +42,8 @@ from tests.cache.kit import (
     cache_at,
     config_of,
     keys_of,
-    kv_of,
     prompt,
+    put,
     run_all,
     slots_of,
 )
@@ -80,7 +80,7 @@ def ids_of(tokens: Prompt) -> tuple[int, ...]:
 def ask_and_store(cache: Cache, tokens: Prompt) -> int:
     """Do what an engine does with one request; return how many chunks hit."""
     hit = cache.retrieve(tokens, blank(tokens).transfer)
-    assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert put(cache, tokens).refused == 0
     return hit.num_tokens // CHUNK
 
 
@@ -113,7 +113,7 @@ def test_polling_looking_up_and_retrieving_are_one_request(
     for _ in range(5):
         cache.lookup(tokens)
     cache.retrieve(tokens[:-1], blank(tokens).transfer)
-    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
+    assert put(cache, tokens).num_chunks == 4
     cache.lookup(tokens)  # another caller with the same prompt
     cache.retrieve(tokens, blank(tokens).transfer, counted=False)
     cache.retrieve(tokens, blank(tokens).transfer)
@@ -151,7 +151,8 @@ def test_numbers_of_numpy_are_recorded(cache: Cache, trace: Path) -> None:
     ask_and_store(cache, tokens)
     start = np.int64(2 * CHUNK)
     hit = cache.retrieve(tokens, blank(tokens).transfer, start_tokens=start)  # type: ignore[arg-type]
-    assert (hit.num_tokens, type(hit.start_tokens)) == (2 * CHUNK, int)
+    assert hit.num_tokens == 2 * CHUNK
+    assert type(hit.start_tokens) is int
     keys = cache.keys(tokens, start)  # type: ignore[arg-type]
     given = [(np.int64(begin), end, key) for begin, end, key in keys]
     got = cache.retrieve(tokens, blank(tokens).transfer, keys=given)  # type: ignore[arg-type]
@@ -165,11 +166,9 @@ def test_who_only_stores_is_recorded_by_what_is_stored(
     growing = prompt(6)
     other = prompt(2, seed=1)
     for end in (2, 4, 6):  # as it is computed
-        cache.store(
-            growing[: end * CHUNK], kv_of(growing[: end * CHUNK]).transfer
-        )
-    cache.store(other, kv_of(other).transfer)
-    cache.store(other, kv_of(other).transfer)
+        put(cache, growing[: end * CHUNK])
+    put(cache, other)
+    put(cache, other)
     lines = recorded(cache, trace)
     assert [line.hash_ids for line in lines] == [
         ids_of(growing)[:2],
@@ -268,10 +267,9 @@ def test_it_says_nothing_of_the_text(shm_root: Path, trace: Path) -> None:
     assert "31337" not in text
     assert "secret" not in text
     assert "a-model" not in text
-    assert not any(
-        key.hex() in text or str(int.from_bytes(key, "little")) in text
-        for key in hidden
-    )
+    for key in hidden:
+        assert key.hex() not in text
+        assert str(int.from_bytes(key, "little")) not in text
     lines = [json.loads(line) for line in text.splitlines()]
     assert len(lines) == 2
     assert not set(lines[0]["hash_ids"]) & set(lines[1]["hash_ids"])

@@ -28,8 +28,10 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    keys_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -119,12 +121,12 @@ def test_without_a_host_tier_chunks_pass_through_a_few_buffers(
     tokens = prompt(100)
     with cache_at(None, tmp_path) as cache:
         assert cache.tiers == ("disk",)
-        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
+        assert put(cache, tokens).num_chunks == 100
         assert cache.flush(100)
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"disk": 1600}
         assert cache.stats()["staging_buffers"] == 0
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 100, 0, None)
+        assert put(cache, tokens) == (0, 0, 100, 0, None)
 
 
 def test_what_is_queued_is_read_from_the_queue(
@@ -134,7 +136,7 @@ def test_what_is_queued_is_read_from_the_queue(
     tokens = prompt(6)
     slab.fail_next("write", Fault.HANG)
     with cache:
-        cache.store(tokens, kv_of(tokens).transfer)
+        put(cache, tokens)
         assert slab.hanging.wait(30)
         assert not cache.flush(0.05)
         assert served(cache, tokens)[0].by_tier == {"host": 96}
@@ -149,18 +151,19 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, tokens)
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
 
         class Evicting(Watching):
             def before(self) -> None:
                 admin.remove(ledger, keys[5:])
                 other = prompt(50, 9)
                 # overwrites the slots while they are copied
-                cache.store(other, kv_of(other).transfer)
+                put(cache, other)
 
         kv = blank(tokens)
         hit = cache.retrieve(tokens, Evicting(kv.transfer))
-        assert (hit.num_tokens, hit.reason) == (5 * CHUNK, Reason.REMOVED)
+        assert hit.num_tokens == 5 * CHUNK
+        assert hit.reason == Reason.REMOVED
         assert kv.same(kv_of(tokens), 0, 5)
 
 
@@ -220,19 +223,20 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         reserved = ledger.reserve(
             keys, namespace=cache.namespace.root, tokens=CHUNK
         )
         patience = Patience(8)
         hit, _ = served(cache, tokens, deadline_seconds=0.2)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.BUSY)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.BUSY
         assert patience.waited >= 0.15
         assert not patience.ended, patience.said()
         # another call does it
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)
+        assert put(cache, tokens) == (0, 0, 4, 0, None)
         ledger.abort([item for item in reserved if isinstance(item, Reserved)])
-        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
+        assert put(cache, tokens).num_chunks == 4
 
 
 @pytest.mark.slow
@@ -243,7 +247,7 @@ def test_a_chunk_that_stays_busy_is_read_past_its_owner(
     on_disk(shm_root, tmp_path, 4)
     with cache_at(shm_root, tmp_path) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        keys = [key for _, _, key in cache.keys(tokens)]
+        keys = keys_of(cache, tokens)
         ledger.reserve(
             keys[1:2],
             namespace=cache.namespace.root,
@@ -268,7 +272,8 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         slab.fail_next("read", Fault.HANG, times=8)
         patience = Patience(20)
         hit, _ = served(cache, tokens, deadline_seconds=1.5)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.DEADLINE
         assert "disk" in hit.detail
         assert not patience.ended, patience.said()
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
@@ -316,15 +321,14 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (32, Reason.FAILED_CHECK)
+        assert hit.num_tokens == 32
+        assert hit.reason == Reason.FAILED_CHECK
         assert cache.stats()["misses"] == {"failed_check": 1}
         assert cache.stats()["tiers"]["disk"]["failed_checks"] == 1  # type: ignore[index]
         assert disk.ledger.requests.newest() == []  # the host tier counts
         (remembered,) = cache._tiers.host.ledger.requests.newest()  # type: ignore[union-attr]
-        assert (remembered.hit_tokens["disk"], remembered.reason) == (
-            32,
-            "failed_check",
-        )
+        assert remembered.hit_tokens["disk"] == 32
+        assert remembered.reason == "failed_check"
         assert cache.lookup(tokens).num_tokens == 32
         stored(cache, tokens)
         cache._tiers.host.clear()  # type: ignore[union-attr]
@@ -343,11 +347,10 @@ def test_an_exception_of_a_tier_is_a_miss(
 
         monkeypatch.setattr(ledger, "match_prefix", broken)
         hit = cache.retrieve(tokens, blank(tokens).transfer)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.IO_ERROR
         assert "torn" in hit.detail
-        assert (
-            cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
-        )
+        assert put(cache, tokens).reason is Reason.IO_ERROR
         monkeypatch.undo()
         assert cache.stats()["misses"] == {"io_error": 2}
 
@@ -416,9 +419,7 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     with cache_at(host, tmp_path, host_size=host_slots * SLOT) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
         ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
-        slots = ledger.match_prefix(
-            [key for _, _, key in cache.keys(tokens)], touch=False
-        ).slots
+        slots = ledger.match_prefix(keys_of(cache, tokens), touch=False).slots
         uses = ledger.columns.last_use[slots]
         assert len(uses) == 100
         assert (np.diff(uses) < 0).all()

@@ -12,7 +12,8 @@ def test_there_are_only_so_many() -> None:
     staging = StagingPool(64 << 20)
     taken = [staging.acquire() for _ in range(staging.count)]
     assert staging.count == 4
-    assert all(buffer is not None for buffer in taken)
+    for buffer in taken:
+        assert buffer is not None
     assert staging.acquire() is None
     assert staging.acquire(0.01) is None
     assert taken[0] is not None

@@ -31,6 +31,7 @@ from tests.cache.kit import (
     kv_of,
     on_disk,
     prompt,
+    put,
     served,
     stored,
     written,
@@ -62,10 +63,10 @@ def _on_disk(cache: Cache) -> int:
 def test_a_run_longer_than_the_host_tier_keeps_its_head(shm_root: Path) -> None:
     tokens = prompt(100)
     with cache_at(shm_root, None) as cache:
-        answer = cache.store(tokens, kv_of(tokens).transfer)
+        answer = put(cache, tokens)
         assert answer == (64, 64 * CHUNK, 0, 36, Reason.FULL)
         assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
-        assert cache.store(tokens, kv_of(tokens).transfer).present == 64
+        assert put(cache, tokens).present == 64
         # the same twice: nothing was lost
         assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
 
@@ -76,19 +77,14 @@ def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(
     tokens = prompt(77)  # 1.2 times the tier
     with cache_at(shm_root, None) as cache:
         for _ in range(2):
-            cache.store(tokens, kv_of(tokens).transfer)
+            put(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
 
 
 def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         for seed in range(10):
-            assert (
-                cache.store(
-                    prompt(16, seed), kv_of(prompt(16, seed)).transfer
-                ).num_chunks
-                == 16
-            )
+            assert put(cache, prompt(16, seed)).num_chunks == 16
         assert served(cache, prompt(16, 9))[0].num_tokens == 256
         assert served(cache, prompt(16, 0))[0].num_tokens == 0
         assert admin.check(cache._tiers.host.ledger).unreachable == 0  # type: ignore[union-attr]
@@ -100,7 +96,7 @@ def test_what_finds_no_room_on_the_host_goes_below(
 ) -> None:
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path, write_policy=policy) as cache:
-        answer = cache.store(tokens, kv_of(tokens).transfer)
+        answer = put(cache, tokens)
         assert answer == (100, 100 * CHUNK, 0, 0, None)
         assert cache.flush(100)
         assert _on_disk(cache) == 100
@@ -108,7 +104,7 @@ def test_what_finds_no_room_on_the_host_goes_below(
         assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 100 * CHUNK
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"host": 64 * CHUNK, "disk": 36 * CHUNK}
-        assert cache.store(tokens, kv_of(tokens).transfer).present == 100
+        assert put(cache, tokens).present == 100
 
 
 @pytest.mark.slow
@@ -127,7 +123,7 @@ def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
     monkeypatch.setattr(WriteBackQueue, "_wait_for_note", late)
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
-        cache.store(tokens, kv_of(tokens).transfer)
+        put(cache, tokens)
         assert cache.flush(100)
         assert _on_disk(cache) == 100
         (queue,) = cache._resources.writeback
@@ -144,7 +140,7 @@ def test_what_goes_below_lies_behind_its_head_there(
     """
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path) as cache:
-        cache.store(tokens, kv_of(tokens).transfer)
+        put(cache, tokens)
         assert cache.flush(100)
         columns = cache._tiers.ledgers()[1][1].columns
         rows = {
@@ -166,12 +162,7 @@ def refusing(cache: Cache, clock: FakeClock) -> None:
         ledger.upkeep_thread.run_once()
         clock.advance(6)
     for seed in range(4):
-        assert (
-            cache.store(
-                prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer
-            ).refused
-            == 0
-        )
+        assert put(cache, prompt(16, 900 + seed)).refused == 0
     assert cache.flush(100)
     clock.advance(9)
     ledger.upkeep_thread.run_once()
@@ -185,7 +176,7 @@ def test_what_the_policy_of_the_host_keeps_out_goes_below(
     config = config_of(shm_root, tmp_path, policy="hindsight")
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         refusing(cache, clock)
-        answer = cache.store(tokens, kv_of(tokens).transfer)
+        answer = put(cache, tokens)
         assert answer == (12, 12 * CHUNK, 0, 0, None)
         assert cache.flush(100)
         assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
@@ -231,7 +222,7 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
         refusing(cache, clock)
         slab.fail_next("write", fault, times=100)
         patience = Patience(PATIENT_SECONDS)
-        answer = cache.store(tokens, kv_of(tokens).transfer)
+        answer = put(cache, tokens)
         # a write hangs for 60 s
         assert not patience.ended, patience.said()
         # there are 16 buffers
@@ -255,8 +246,8 @@ def test_engines_that_copy_into_slots_themselves_are_refused_nothing_that_is_nee
 
 def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        cache.store(prompt(60, 0), kv_of(prompt(60, 0)).transfer)
-        cache.store(prompt(30, 1), kv_of(prompt(30, 1)).transfer)
+        put(cache, prompt(60, 0))
+        put(cache, prompt(30, 1))
         left = served(cache, prompt(60, 0))[0].num_tokens // CHUNK
         assert 0 < left <= 34
         assert served(cache, prompt(30, 1))[0].num_tokens == 30 * CHUNK
@@ -317,7 +308,7 @@ def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> Non
         slab.fail_next("write", Fault.HANG, times=2)
         patience = Patience(40)  # a write hangs for 60 s
         for seed in range(20):
-            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+            put(cache, prompt(8, seed))
         assert not patience.ended, patience.said()
         assert slab.hanging.wait(30)
         assert served(cache, prompt(8, 19))[0].by_tier == {"host": 128}
@@ -338,11 +329,11 @@ def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(
     tokens = prompt(6)
     with cache:
         slab.fail_next("write", Fault.ENOSPC, times=2)
-        cache.store(tokens, kv_of(tokens).transfer)
+        put(cache, tokens)
         assert cache.flush(100)
         assert cache.lookup(tokens, tiers=["disk"]).num_tokens < 96
         slab.heal()
-        assert cache.store(tokens, kv_of(tokens).transfer).present == 6
+        assert put(cache, tokens).present == 6
         assert cache.flush(100)
         assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 96
 
@@ -395,14 +386,14 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(
 ) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         for seed in range(3):
-            cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
+            put(cache, prompt(10, seed))
         time.sleep(0.3)
         # there is enough space: nothing needs to be clean
         assert _on_disk(cache) == 0
         for seed in range(3, 6):
-            cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
+            put(cache, prompt(10, seed))
         wait_until(lambda: _on_disk(cache) > 0)
-        keys = [key for _, _, key in cache.keys(prompt(10, 0))]
+        keys = keys_of(cache, prompt(10, 0))
         # the coldest: the tail of the oldest prompt; its piece is queued one by one
         wait_until(lambda: cache._tiers.lower[0].contains(keys[-1]))
         assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0
@@ -416,7 +407,7 @@ def test_write_back_keeps_up_with_a_stream_of_prompts(
 ) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         for seed in range(20):
-            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+            put(cache, prompt(8, seed))
             # full: the next prompt's slots are written before it arrives
             if seed >= 7:
                 wait_until(lambda: _next_are_written(cache, 8))
@@ -432,7 +423,7 @@ def test_write_back_writes_what_is_left_when_it_closes(
     shm_root: Path, tmp_path: Path
 ) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
-        cache.store(prompt(10), kv_of(prompt(10)).transfer)
+        put(cache, prompt(10))
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert served(cache, prompt(10))[0].by_tier == {"disk": 160}
 
@@ -447,7 +438,7 @@ def test_close_is_bounded_even_if_the_disk_hangs(
     )
     slab.fail_next("write", Fault.HANG, times=4)
     for _ in range(2):
-        cache.store(prompt(8), kv_of(prompt(8)).transfer)
+        put(cache, prompt(8))
         cache.retrieve(prompt(8), blank(prompt(8)).transfer)
     patience = Patience(30)  # the writes hang for 60 s
     assert not cache.close(timeout=1.0)
@@ -462,7 +453,7 @@ def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(
         None, tmp_path, disk_size=30 * (LAYOUT.slot_bytes + 4096)
     ) as cache:
         tokens = prompt(60)
-        answer = cache.store(tokens, kv_of(tokens).transfer)
+        answer = put(cache, tokens)
         assert answer.num_chunks + answer.refused == 60
         assert cache.flush(100)
         assert cache.stats()["staging_buffers"] == 0
@@ -486,7 +477,7 @@ def test_small_chunks_without_a_host_slot_are_handed_over_together(
         tokens = prompt(12)
         assert stored(cache, first).same(kv_of(first))
         assert cache.flush(100)
-        assert cache.store(tokens, kv_of(tokens).transfer) == (8, 128, 4, 0, None)
+        assert put(cache, tokens) == (8, 128, 4, 0, None)
         assert cache.flush(100)
         assert batches == [4, 8]
         assert cache.stats()["staging_buffers"] == 0
@@ -513,7 +504,7 @@ def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(
 ) -> None:
     tokens = prompt(100)
     cache = Cache(config_of(None, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
-    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
+    assert put(cache, tokens).num_chunks == 100
     assert cache.close(PATIENT_SECONDS)
     with cache_at(None, tmp_path) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
@@ -542,7 +533,7 @@ def test_close_says_what_it_could_not_write(
     cache = Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[*host, disk])
     slab.fail_next("write", Fault.HANG, times=100)
     tokens = prompt(10)
-    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 10
+    assert put(cache, tokens).num_chunks == 10
     assert slab.hanging.wait(PATIENT_SECONDS)
     assert not cache.close(1.0)
     slab.heal()

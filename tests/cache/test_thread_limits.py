@@ -22,9 +22,10 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    hit_of,
     kv_of,
     prompt,
-    served,
+    put,
     stored,
 )
 from tests.interrupts import Interrupted
@@ -42,7 +43,7 @@ def test_a_cache_that_cannot_have_its_threads_says_what_to_do_and_opens_later(
         Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
-        assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64
+        assert hit_of(cache, prompt(4), tiers=["disk"]).num_tokens == 64
     # the thread that closes dropped caches may stay; those of the cache end soon
     wait_until(lambda: threading.active_count() <= before + 1)
 
@@ -50,7 +51,7 @@ def test_a_cache_that_cannot_have_its_threads_says_what_to_do_and_opens_later(
 def test_a_cache_of_host_memory_alone_needs_none(shm_root: Path) -> None:
     with no_threads(), cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
-        assert served(cache, prompt(4))[0].num_tokens == 64
+        assert hit_of(cache, prompt(4)).num_tokens == 64
 
 
 def test_what_was_stored_while_no_thread_could_be_had_is_written_afterwards(
@@ -62,10 +63,10 @@ def test_what_was_stored_while_no_thread_could_be_had_is_written_afterwards(
             assert cache.store(prompt(4, 1), kv.transfer).num_chunks == 4
             assert not cache.flush(1.0)
             assert cache.stats()["waiting_chunks"] == 4
-        cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer)
+        put(cache, prompt(4, 2))
         assert cache.flush(30.0)
-        assert served(cache, prompt(4, 1), tiers=["disk"])[0].num_tokens == 64
-        assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64
+        assert hit_of(cache, prompt(4, 1), tiers=["disk"]).num_tokens == 64
+        assert hit_of(cache, prompt(4, 2), tiers=["disk"]).num_tokens == 64
 
 
 def test_a_close_without_a_thread_ends_and_says_that_something_was_left(
@@ -75,7 +76,7 @@ def test_a_close_without_a_thread_ends_and_says_that_something_was_left(
         config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT
     )
     with no_threads():
-        cache.store(prompt(4), kv_of(prompt(4)).transfer)
+        put(cache, prompt(4))
         assert not cache.close(SECONDS)
     assert cache.lookup(prompt(4)).reason is Reason.CLOSED
 
@@ -113,8 +114,8 @@ def test_labels_that_could_not_be_registered_are_registered_later(
         assert host is not None
         known = cache._weights.scope(salt="tenant")[0].root
         with no_threads():
-            cache.store(prompt(2), kv_of(prompt(2)).transfer, salt="tenant")
-        cache.store(prompt(3), kv_of(prompt(3)).transfer, salt="tenant")
+            put(cache, prompt(2), salt="tenant")
+        put(cache, prompt(3), salt="tenant")
         wait_until(lambda: known in admin.list_namespaces(host.ledger))
 
 
@@ -148,12 +149,9 @@ def test_a_writer_that_an_exception_kept_from_being_recorded_is_the_only_one_or_
         (queue,) = cache._resources.writeback
         with queue._changed if late else contextlib.nullcontext():
             with pytest.raises(Interrupted):
-                cache.store(prompt(4, 1), kv_of(prompt(4, 1)).transfer)
-            assert (
-                cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer).num_chunks
-                == 4
-            )
+                put(cache, prompt(4, 1))
+            assert put(cache, prompt(4, 2)).num_chunks == 4
         assert cache.flush(SECONDS)
         wait_until(lambda: len(writers()) == before + 1)
-        assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64
+        assert hit_of(cache, prompt(4, 2), tiers=["disk"]).num_tokens == 64
     wait_until(lambda: len(writers()) == before)

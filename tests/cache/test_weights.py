@@ -28,8 +28,10 @@ from tests.cache.kit import (
     PATIENT_SECONDS,
     SPAWN,
     cache_at,
+    hit_of,
     kv_of,
     prompt,
+    put,
     served,
     stored,
 )
@@ -258,17 +260,17 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(
         stored(cache, tokens)
         spoil(cache)
         assert cache.weights_changed() == 1
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
     # no tier has the epoch
     with cache_at(shm_root / "rebooted", tmp_path) as cache:
         assert cache._weights.scope()[0].weights_epoch == 0
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         stored(cache, tokens)
         assert cache.weights_changed() == 1
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
     with cache_at(None, tmp_path) as cache:
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
 
 
 @pytest.mark.slow
@@ -292,13 +294,13 @@ def test_a_lost_record_is_a_broken_promise(
         assert cache.flush(PATIENT_SECONDS)
         assert another.flush(PATIENT_SECONDS)
     with cache_at(None, tmp_path) as cache:
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
     lose(record, older, loss)
     for _ in range(2):
         for namespace in (NAMESPACE, other):
             with cache_at(shm_root, tmp_path, namespace) as cache:
                 assert cache._weights.scope()[0].weights_epoch > 0
-                hit = served(cache, tokens)[0]
+                hit = hit_of(cache, tokens)
                 if not _:
                     assert hit.num_tokens == 0
                     stored(cache, tokens)
@@ -332,7 +334,7 @@ def test_a_record_of_no_change_may_be_lost(tmp_path: Path, loss: str) -> None:
     lose(tmp_path / "disk" / "epochs", b"", loss)
     with cache_at(None, tmp_path) as cache:
         assert cache._weights.scope()[0].weights_epoch == 0
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
 
 
 @pytest.mark.slow
@@ -347,10 +349,10 @@ def test_a_record_that_is_lost_while_it_is_in_use(
         (tmp_path / "disk" / "epochs").unlink()
         # it looks once a second
         wait_until(lambda: cache._weights.scope()[0] != before)
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
         stored(cache, tokens)
     with cache_at(shm_root, tmp_path) as cache:
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
 
 
 def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
         namespace, tiers = cache._weights.scope()
         assert namespace.weights_epoch
         assert tiers.left_out == ("disk",)
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -392,7 +394,7 @@ def test_a_tier_that_can_neither_note_new_weights_nor_be_cleared_is_an_error_wit
         ):
             cache.weights_changed()
         assert not list(admin.list_chunks(cleared))
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
 
 
 def spoil(cache: Cache, tier: str = "disk") -> None:
@@ -421,17 +423,17 @@ def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(
     )
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[own]) as cache:
         stored(cache, tokens)
-        assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 4 * CHUNK
         with pytest.raises(
             StoreError,
             match="no local tier has a directory: call weights_changed with a name",
         ):
             cache.weights_changed()  # a cache opened later would not know
-        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 0
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert put(cache, tokens).num_chunks == 0
+        assert hit_of(cache, tokens).num_tokens == 0
         cache.weights_changed("run 7")
         stored(cache, tokens)
-        assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 4 * CHUNK
 
 
 def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
@@ -487,7 +489,8 @@ def test_two_caches_of_one_model_take_new_weights_as_one(
         stored(cache, tokens)
         disks = [one._tiers.lower[0] for one in (cache, other)]
         assert other.flush(PATIENT_SECONDS)
-        assert all(disk.stats()["ready"] for disk in disks)
+        for disk in disks:
+            assert disk.stats()["ready"]
         cache.weights_changed()
         assert not any(disk.stats()["ready"] for disk in disks), (
             "their root has not kept the epoch"
@@ -514,10 +517,10 @@ for before in range(2):
                 pass
         assert os.statvfs(where).f_bavail == 0
         assert cache.weights_changed() == before + 1
-        assert served(cache, prompt(4, before))[0].num_tokens == 0
+        assert hit_of(cache, prompt(4, before)).num_tokens == 0
     with cache_at(None, where) as cache:
         assert cache._weights.scope()[0].weights_epoch == before + 1
-        assert served(cache, prompt(4, before))[0].num_tokens == 0
+        assert hit_of(cache, prompt(4, before)).num_tokens == 0
 print("fine")
 """
 
@@ -550,14 +553,15 @@ def test_nothing_stored_before_hits_again(
         assert cache.weights_changed() == 1
         assert cache.keys(tokens) != keys
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.OTHER_NAMESPACE)
+        assert hit.num_tokens == 0
+        assert hit.reason == Reason.OTHER_NAMESPACE
         assert "weights_epoch" in hit.detail
         stored(cache, tokens)
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
     with cache_at(
         shm_root / "rebooted", tmp_path
     ) as cache:  # the host tier was removed, the disk has the epoch
-        assert served(cache, tokens)[0].by_tier == {"disk": 64}
+        assert hit_of(cache, tokens).by_tier == {"disk": 64}
         assert cache.namespace.weights_epoch == 0
         assert cache._weights.scope()[0].weights_epoch == 1
 
@@ -587,25 +591,25 @@ def test_named_versions_share_and_never_mix(
             cache_at(shm_root, tmp_path) as two,
         ):
             assert one.weights_changed("run 7, step 1") == 0
-            assert served(one, tokens)[0].num_tokens == 0
+            assert hit_of(one, tokens).num_tokens == 0
             stored(one, tokens)
             assert two.weights_changed("run 7, step 2") == 0
-            assert served(two, tokens)[0].num_tokens == 0
+            assert hit_of(two, tokens).num_tokens == 0
             two.weights_changed("run 7, step 1")
-            assert served(two, tokens)[0].num_tokens == 64
+            assert hit_of(two, tokens).num_tokens == 64
             assert one.lookup(tokens, weights_version="").num_tokens == 64
             assert (
                 one.lookup(tokens, weights_version="run 7, step 2").num_tokens
                 == 0
             )
-        assert served(base, tokens)[0].num_tokens == 64, (
+        assert hit_of(base, tokens).num_tokens == 64, (
             "its weights are those of before"
         )
         base.weights_changed()
     with cache_at(shm_root, tmp_path) as restarted:
-        assert served(restarted, tokens)[0].num_tokens == 0
+        assert hit_of(restarted, tokens).num_tokens == 0
         assert restarted.weights_changed("run 7, step 1") == 1
-        assert served(restarted, tokens)[0].num_tokens == 64
+        assert hit_of(restarted, tokens).num_tokens == 64
 
 
 @pytest.mark.parametrize("version", [3, np.int64(3), 0, True, None, b"3", ["3"]])
@@ -625,7 +629,7 @@ def test_a_version_that_is_no_text_is_refused_and_changes_nothing(
                 ValueError, match="version of weights must be str"
             ):
                 cache.lookup(tokens, weights_version=version)  # type: ignore[arg-type]
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64
         assert cache.weights_changed() == 1
 
 
@@ -638,9 +642,9 @@ def test_a_change_without_a_name_ends_a_version(shm_root: Path) -> None:
         for _ in range(2):  # also after an epoch that is not the first
             two.weights_changed()
             for cache in (one, two):
-                assert served(cache, tokens)[0].num_tokens == 0
+                assert hit_of(cache, tokens).num_tokens == 0
                 cache.weights_changed("step 1")
-                assert served(cache, tokens)[0].num_tokens == 64
+                assert hit_of(cache, tokens).num_tokens == 64
 
 
 def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
@@ -649,7 +653,7 @@ def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
         pipe.send(cache.lookup(tokens).num_tokens)
         assert pipe.recv() == "changed"
         pipe.send(cache.lookup(tokens).num_tokens)
-        pipe.send(cache.store(tokens, kv_of(tokens).transfer).num_chunks)
+        pipe.send(put(cache, tokens).num_chunks)
 
 
 @pytest.mark.slow
@@ -670,4 +674,4 @@ def test_other_processes_notice_at_their_next_call(
         assert here.recv() == 0
         assert here.recv() == 4
         process.join(60)
-        assert served(cache, tokens)[0].num_tokens == 64
+        assert hit_of(cache, tokens).num_tokens == 64

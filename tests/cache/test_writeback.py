@@ -21,8 +21,8 @@ from tests.cache.kit import (
     NAMESPACE,
     PATIENT_SECONDS,
     config_of,
-    kv_of,
     prompt,
+    put,
 )
 
 STRIDE = LAYOUT.slot_bytes + 4096
@@ -96,16 +96,17 @@ def test_a_short_queue_loses_nothing(
         layout=LAYOUT,
         tiers=[host, disk],
     ) as cache:
-        assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
+        assert put(cache, tokens).refused == 0
         assert cache.flush(PATIENT_SECONDS)
-        assert (disk.stats()["ready"], disk.stats()["drop_queue_full"]) == (48, 0)
+        assert disk.stats()["ready"] == 48
+        assert disk.stats()["drop_queue_full"] == 0
 
 
 def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
     stack.slab.fail_next("write", Fault.HANG)
     for seed in range(6):
         tokens = prompt(4, seed)
-        assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+        assert put(stack.cache, tokens).refused == 0
     wait_until(lambda: stack.quick.stats()["ready"] == 24, PATIENT_SECONDS)
     assert stack.slab.hanging.is_set()
     assert stack.slow.stats()["ready"] == 0
@@ -130,7 +131,7 @@ def test_others_see_how_many_chunks_wait(
         stack.slab.fail_next("write", Fault.HANG)
         for seed in range(15):
             tokens = prompt(4, seed)
-            stack.cache.store(tokens, kv_of(tokens).transfer)
+            put(stack.cache, tokens)
         wait_until(
             lambda: waiting() == stack.cache.stats()["waiting_chunks"] > 10,
             PATIENT_SECONDS,
@@ -173,10 +174,10 @@ def test_chunks_that_a_tier_breaks_on_are_not_waited_for(
         raise RuntimeError("torn from the wall")
 
     monkeypatch.setattr(stack.quick, "store", broken)
-    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert put(stack.cache, tokens).refused == 0
     assert stack.cache.flush(10), "nothing is being written any more"
     monkeypatch.undo()
-    assert stack.cache.store(tokens, kv_of(tokens).transfer).present == 4
+    assert put(stack.cache, tokens).present == 4
     assert stack.cache.flush(PATIENT_SECONDS)
     assert stack.quick.stats()["ready"] == 4
     stack.cache.close()
@@ -185,11 +186,12 @@ def test_chunks_that_a_tier_breaks_on_are_not_waited_for(
 def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
     tokens = prompt(3)
     stack.slab.fail_next("write", Fault.EIO, times=3)
-    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert put(stack.cache, tokens).refused == 0
     assert stack.cache.flush(PATIENT_SECONDS)
-    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (3, 0)
+    assert stack.quick.stats()["ready"] == 3
+    assert stack.slow.stats()["ready"] == 0
     before = stack.quick.stats()["stored_chunks"]
-    assert stack.cache.store(tokens, kv_of(tokens).transfer).present == 3
+    assert put(stack.cache, tokens).present == 3
     assert stack.cache.flush(PATIENT_SECONDS)
     assert stack.slow.stats()["ready"] == 3
     assert stack.quick.stats()["stored_chunks"] == before
@@ -198,14 +200,10 @@ def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
 
 def test_a_store_that_skips_a_tier_is_not_written_there(stack: Stack) -> None:
     tokens = prompt(4)
-    assert (
-        stack.cache.store(
-            tokens, kv_of(tokens).transfer, tiers=["host", "quick"]
-        ).refused
-        == 0
-    )
+    assert put(stack.cache, tokens, tiers=["host", "quick"]).refused == 0
     assert stack.cache.flush(PATIENT_SECONDS)
-    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (4, 0)
+    assert stack.quick.stats()["ready"] == 4
+    assert stack.slow.stats()["ready"] == 0
     stack.cache.close()
 
 
@@ -215,7 +213,7 @@ def test_a_thread_that_waits_for_notes_sleeps_when_writes_end(
     """To wake it for each chunk would cost as much as to hand the chunk over; a flush is woken."""
     stack.slab.fail_next("write", Fault.HANG)
     tokens = prompt(4)
-    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert put(stack.cache, tokens).refused == 0
     (queue,) = (
         each
         for each in stack.cache._resources.writeback

@@ -113,9 +113,8 @@ def save(
         )
         for n, key in enumerate(keys)
     ]
-    assert all(
-        future.result(60).ok for future in tier.store(chunks, namespace.root)
-    )
+    for future in tier.store(chunks, namespace.root):
+        assert future.result(60).ok
     return keys
 
 

@@ -73,7 +73,8 @@ def test_a_prompt_that_is_stored_whole_is_a_hit_of_100_percent(
 def test_absent_in_the_middle(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT[:32])
     num_tokens, reason, detail = only(shm_root)
-    assert (num_tokens, reason) == (32, "absent")
+    assert num_tokens == 32
+    assert reason == "absent"
     assert "chunk 2" in detail
 
 
@@ -83,7 +84,8 @@ def test_evicted_some_time_ago(shm_root: Path) -> None:
     for number in range(23):
         put(ledger, LLAMA, range(1000 * (number + 1), 1000 * (number + 1) + 48))
     num_tokens, reason, detail = only(shm_root)
-    assert (num_tokens, reason) == (0, "evicted")
+    assert num_tokens == 0
+    assert reason == "evicted"
     assert detail.endswith(" ago")
 
 
@@ -117,7 +119,8 @@ def test_another_namespace_has_it_and_which_field_differs(
     num_tokens, reason, detail = only(
         shm_root, "--namespace", other.root.hex()[:16]
     )
-    assert (num_tokens, reason) == (0, "other_namespace")
+    assert num_tokens == 0
+    assert reason == "other_namespace"
     assert f"with {field} " in detail
     assert "secret" not in detail
 
@@ -149,7 +152,8 @@ def test_below_the_minimum_and_short_prompts(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT[:32])
     assert only(shm_root, PAGODA_MIN_HIT_TOKENS="48")[:2] == (0, "below_minimum")
     num_tokens, reason, detail = only(shm_root, tokens=PROMPT[:7])
-    assert (num_tokens, reason) == (0, "short_prompt")
+    assert num_tokens == 0
+    assert reason == "short_prompt"
     assert "chunk of 16" in detail
 
 
@@ -161,7 +165,8 @@ def test_not_worth_loading_where_computing_is_faster(
         save(tier, LLAMA, PROMPT)
     for root in (shm_root, tmp_path):
         num_tokens, reason, detail = only(root, "--prefill", 10**12)
-        assert (num_tokens, reason) == (0, "not_worth_it")
+        assert num_tokens == 0
+        assert reason == "not_worth_it"
         assert "ms" in detail
         assert only(root, "--prefill", 1)[:2] == (64, None)
         assert only(root, "--prefill", 10**12, PAGODA_WORTH_IT="false")[:2] == (
@@ -207,7 +212,8 @@ def test_tiers_are_explained_one_by_one_and_together(
         ("all", 48),
     ]
     found = explained(PAGODA_MIN_HIT_TOKENS="64", **where)
-    assert (found[-1]["num_tokens"], found[-1]["reason"]) == (0, "below_minimum")
+    assert found[-1]["num_tokens"] == 0
+    assert found[-1]["reason"] == "below_minimum"
 
 
 def test_the_reason_of_all_tiers_together_is_that_of_the_first_chunk_that_none_of_them_has(
@@ -224,11 +230,9 @@ def test_the_reason_of_all_tiers_together_is_that_of_the_first_chunk_that_none_o
         "PAGODA_DISK_SIZE": "1GiB",
     }
     together = explained(**where)[-1]
-    assert (together["tier"], together["num_tokens"], together["reason"]) == (
-        "all",
-        48,
-        "absent",
-    )
+    assert together["tier"] == "all"
+    assert together["num_tokens"] == 48
+    assert together["reason"] == "absent"
     # chunk 2, which the host has lost, came from the disk
     assert "chunk 3" in str(together["detail"])
 
@@ -347,7 +351,8 @@ def test_token_ids_are_given_directly_or_in_a_file(
         answer("explain", shm_root, "--tokens", given)
         for given in (text, tmp_path / "file")
     ]
-    assert found[0] == found[1] and found[0]["answers"][0]["num_tokens"] > 0  # type: ignore[index]
+    assert found[0] == found[1]
+    assert found[0]["answers"][0]["num_tokens"] > 0  # type: ignore[index]
     assert "has no token ids" in refused("explain", shm_root, "--tokens", "[]")
     assert "not a list of token ids" in refused(
         "explain", shm_root, "--tokens", "[1, 2"
@@ -402,16 +407,12 @@ def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(
     ledger = host(shm_root)
     logged(ledger, LLAMA, PROMPT)
     found = near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))
-    assert (found["token"], found["token_id"], found["stored_id"]) == (
-        37,
-        7,
-        PROMPT[37],
-    )
-    assert (found["num_tokens"], found["tiers"], found["other_fields"]) == (
-        64,
-        ["host"],
-        [],
-    )
+    assert found["token"] == 37
+    assert found["token_id"] == 7
+    assert found["stored_id"] == PROMPT[37]
+    assert found["num_tokens"] == 64
+    assert found["tiers"] == ["host"]
+    assert found["other_fields"] == []
     assert found["key"] == chunk_keys(PROMPT, LLAMA.root, CHUNK)[2].hex()
     shown = run_here(
         "explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37))
@@ -483,10 +484,8 @@ def test_which_field_of_the_namespace_is_another_and_no_salt(
     other = LLAMA.with_(salt="secret of a tenant", kv_dtype="float8")
     logged(ledger, other, PROMPT)
     found = explained(shm_root, "--namespace", LLAMA.root.hex()[:16])
-    assert (found[0]["reason"], found[0]["other_fields"]) == (
-        "other_namespace",
-        ["kv_dtype", "salt"],
-    )
+    assert found[0]["reason"] == "other_namespace"
+    assert found[0]["other_fields"] == ["kv_dtype", "salt"]
     assert other.fields()["salt"] not in str(found[0]["detail"])
     one = near(
         shm_root,
@@ -584,7 +583,8 @@ def test_the_page_shows_the_text_of_the_token_that_differs(
             assert said["here"].strip() == f"t{planted(20)[20]}"
             assert said["stored"].strip() == f"t{PROMPT[20]}"
         ended = cast("dict[str, str]", texts([*PROMPT, 7], tokenizer))
-        assert (ended["here"].strip(), ended["stored"]) == ("t7", None)
+        assert ended["here"].strip() == "t7"
+        assert ended["stored"] is None
         assert texts(planted(20), None) is None
 
 

@@ -69,17 +69,13 @@ def test_stats_of_two_tiers_from_the_configuration(
         "PAGODA_DISK_SIZE": "1GiB",
     }
     first, second = stores(answer("stats", **where))
-    assert (first["tier"], first["kind"], second["tier"], second["kind"]) == (
-        "host",
-        "memory",
-        "disk",
-        "file",
-    )
-    assert (
-        first["gauges"]["slots"],
-        first["gauges"]["ready"],
-        first["gauges"]["free"],
-    ) == (64, 6, 58)
+    assert first["tier"] == "host"
+    assert first["kind"] == "memory"
+    assert second["tier"] == "disk"
+    assert second["kind"] == "file"
+    assert first["gauges"]["slots"] == 64
+    assert first["gauges"]["ready"] == 6
+    assert first["gauges"]["free"] == 58
     assert first["counters"]["lookups"] == 3
     assert first["counters"]["miss_absent"] == 2
     assert [
@@ -526,10 +522,8 @@ def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:
             stderr=-1,
             text=True,
         )
-    assert (done.returncode, done.stderr) == (
-        1,
-        "pagoda: No space left on device\n",
-    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == "pagoda: No space left on device\n"
 
 
 @pytest.mark.slow

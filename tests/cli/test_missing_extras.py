@@ -158,7 +158,8 @@ def test_a_url_is_no_directory(command: str) -> None:
     for url in ("foo://x/y", "redis://user:hidden@x:1"):
         done = done_here(*command.split(), url)
         said = one_line(done.returncode, done.stdout, done.stderr)
-        assert "no directory" in said and "remote" in said
+        assert "no directory" in said
+        assert "remote" in said
         assert "hidden" not in said
         assert ("unknown store foo://" in said) == url.startswith("foo")
 
@@ -170,5 +171,6 @@ def test_a_store_of_another_kind_is_unknown(url: str) -> None:
     done = done_here("config", "show", PAGODA_REMOTE=url)
     said = one_line(done.returncode, done.stdout, done.stderr)
     assert f"unknown store {url.partition('://')[0]}://" in said
-    assert "redis://" in said and "s3://" in said
+    assert "redis://" in said
+    assert "s3://" in said
     assert "hidden" not in said

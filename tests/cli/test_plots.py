@@ -93,7 +93,8 @@ def test_sizes_in_chunks_have_no_mark(
         "8",
         "6,400",
     ]
-    assert not any("host_size" in text for text in texts(axes))
+    for text in texts(axes):
+        assert "host_size" not in text
 
 
 def test_configured_sizes_are_those_of_the_tiers(tmp_path: Path) -> None:

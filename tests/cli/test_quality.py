@@ -105,7 +105,8 @@ def test_a_verdict_is_measured_printed_drawn_and_used(
     model = LlamaForCausalLM.from_pretrained(saved)  # as users load it
     weights = weights_digest(model)
     verdict = read_verdict(tmp_path / "v" / f"{weights}.json")
-    assert (verdict.model, verdict.weights) == ("tiny", [weights])
+    assert verdict.model == "tiny"
+    assert verdict.weights == [weights]
     assert {str(result.setting): result.passed for result in verdict.results} == {
         "blend policy=deviation recompute=0": False,
         "blend policy=deviation recompute=1": True,
@@ -131,10 +132,8 @@ def test_a_verdict_is_measured_printed_drawn_and_used(
             prompt.documents, prompt.question, recompute=0.1, policy="first_k"
         )
         (shown,) = cached.stats()["approximate"]
-    assert (shown["setting"], shown["checked"]) == (
-        "blend policy=first_k recompute=0.1",
-        "unchecked",
-    )
+    assert shown["setting"] == "blend policy=first_k recompute=0.1"
+    assert shown["checked"] == "unchecked"
     assert "FAILED" in shown["detail"]
 
 
@@ -211,7 +210,9 @@ def _json(saved: Path, file: Path, out: Path) -> list[dict]:
     )
     assert code == 1, err
     found = json.loads(text)
-    assert (found["model"], found["prompts"], found["seed"]) == ("tiny", 4, 3)
+    assert found["model"] == "tiny"
+    assert found["prompts"] == 4
+    assert found["seed"] == 3
     assert read_verdict(found["verdict"]).weights == [
         found["weights"],
         "the engine's name",
@@ -229,7 +230,8 @@ def test_bad_lines_are_named_and_nothing_is_measured(
     code, out, err = run_here(
         "quality", saved, file, *USUAL, "--out", tmp_path / "v"
     )
-    assert (code, out) == (2, "")
+    assert code == 2, out
+    assert out == ""
     assert f"{file}: line 3 prompt is text, and the model has no tokenizer" in err
     assert (
         f"{file}: line 4 documents must be a list with at least one document"
@@ -344,9 +346,9 @@ def test_an_interrupted_run_leaves_no_verdict(
     wait_until(lambda: processor_seconds(running.pid) > began + 1.0)
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=120)
-    assert (running.returncode, out, err.splitlines()[-1:]) == (
-        130,
-        "",
-        ["pagoda: interrupted; no verdict was written"],
-    )
+    assert running.returncode == 130, out
+    assert out == ""
+    assert err.splitlines()[-1:] == [
+        "pagoda: interrupted; no verdict was written"
+    ]
     assert not (tmp_path / "v").exists()

@@ -62,9 +62,8 @@ def test_with_a_configuration_file_only_its_tiers(
     file = tmp_path / "mine.toml"
     file.write_text(f'host_path = "{shm_root / "host"}"\n')
     found = answer("remove", "--yes", "--config", file)
-    assert [store["tier"] for store in found["stores"]] == ["host"] and found[
-        "failed"
-    ] == {}  # type: ignore[attr-defined]
+    assert [store["tier"] for store in found["stores"]] == ["host"]  # type: ignore[attr-defined]
+    assert found["failed"] == {}
     assert list((tmp_path / "disk").glob("*/slab"))
 
 
@@ -113,7 +112,8 @@ def test_what_the_system_refuses_is_said_with_the_store(shm_root: Path) -> None:
     (shm_root / LOCKS).mkdir()
     done = done_here("remove", shm_root, "--yes")
     said = f"pagoda: {shm_root / 'layout'}: cannot be removed: Is a directory\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == said
 
 
 def test_damaged_stores_go_too(shm_root: Path) -> None:

@@ -59,4 +59,5 @@ def test_a_process_that_dies_is_said_and_the_others_end() -> None:
         with pytest.raises(FailedError, match="--jobs 1"):
             pool.run([TraceJob(ids_from, (1,)), TraceJob(dead, ())], "")
         processes = multiprocessing.active_children()
-    assert not any(process.is_alive() for process in processes)
+    for process in processes:
+        assert not process.is_alive()

@@ -71,7 +71,8 @@ def printed(
 ) -> tuple[list[str], dict[str, object]]:
     """Return the command that would be run without its last flag, and what that flag says."""
     done = done_here("vllm", "--print", *arguments, **variables)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     assert done.stdout.count("\n") == 1
     *command, flag, value = shlex.split(done.stdout)
     assert flag == "--kv-transfer-config"
@@ -267,7 +268,8 @@ def test_wrong_use_is_one_line() -> None:
 @pytest.mark.slow
 def test_without_vllm_there_is_a_remedy() -> None:
     done = pagoda("vllm", "serve", "m")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
     assert "pip install 'pagodakv[vllm]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -354,9 +356,12 @@ def test_it_becomes_vllm(
     out, err = process.communicate(timeout=120)
     assert process.returncode == code, err
     pid, name, arguments, mark = json.loads(out)
-    assert (pid, name, mark) == (process.pid, "__main__", "kept")
+    assert pid == process.pid
+    assert name == "__main__"
+    assert mark == "kept"
     *command, flag, value = arguments
-    assert (command, flag) == ([*begin, "-x"], "--kv-transfer-config")
+    assert command == [*begin, "-x"]
+    assert flag == "--kv-transfer-config"
     assert json.loads(value) == {
         **ROUTE_A,
         "kv_connector_extra_config": {"host_size": "1GiB"},
@@ -394,7 +399,8 @@ def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
     assert done.stderr.startswith("pagoda: ")
     assert done.stderr.count("\n") == 1
 
@@ -510,7 +516,8 @@ def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(
     host = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     url = f"redis://127.0.0.1:1?password_file={tmp_path / 'none'}"
     done = started(tmp_path / "run", *host, "--remote", url)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
     assert "password_file" in done.stderr
 
 
@@ -525,7 +532,8 @@ def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
         sys.exit(status)"""
     given = ["--host-path", tmp_path / "host", "--host-size", "900TiB"]
     done = started(tmp_path / "refused", *given, run=run)
-    assert (done.returncode, done.stdout) == (1, "\n")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "\n"
     assert "are needed" in done.stderr
 
 

@@ -150,14 +150,10 @@ def test_what_is_used_most_comes_first(
     assert brought(**where) == (0, 0, "all")
     for chain in (1, 2, 3):
         buffers: list[Bytes] = [np.zeros(SIZE, np.uint8) for _ in range(4)]
-        assert all(
-            done.result(0).ok
-            for done in host.load(keys[chain], buffers, namespace=ROOT)
-        )
-        assert all(
-            (buffer == payload_of(chain, n)).all()
-            for n, buffer in enumerate(buffers)
-        )
+        for done in host.load(keys[chain], buffers, namespace=ROOT):
+            assert done.result(0).ok
+        for n, buffer in enumerate(buffers):
+            assert (buffer == payload_of(chain, n)).all()
 
 
 def test_parents_come_before_their_children(
@@ -353,7 +349,8 @@ def test_ctrl_c_ends_it_and_what_came_stays(
     with running(where, host) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
+    assert process.returncode == 130, out
+    assert out == ""
     assert "Traceback" not in err
     came = positions(host, keys)
     assert came == list(range(len(came)))
@@ -422,7 +419,8 @@ def test_a_wrong_size_is_one_line(
     where: dict[str, str], host: HostTier, option: tuple[str, str]
 ) -> None:
     code, out, err = run_here("warm", *option, **where)
-    assert (code, out) == (2, "")
+    assert code == 2, out
+    assert out == ""
     assert err.startswith(f"pagoda: {option[0]}")
     assert err.count("\n") == 1
 

@@ -321,11 +321,11 @@ def test_early_layers_get_more_levels() -> None:
         [quantised.levels_of("qzstd", 32, layer, plane) for layer in range(32)]
         for plane in (0, 1)
     ]
-    assert all(
-        each == sorted(each, reverse=True) and each[0] > each[-1]
-        for each in levels
-    )
-    assert all(k >= v for k, v in zip(*levels, strict=True))
+    for each in levels:
+        assert each == sorted(each, reverse=True)
+        assert each[0] > each[-1]
+    for k, v in zip(*levels, strict=True):
+        assert k >= v
     assert quantised.levels_of("qzstd", 1, 0, 0) == levels[0][0]
 
 

@@ -122,10 +122,8 @@ def test_options_that_need_each_other() -> None:
 
 def test_every_option_has_a_check_and_a_sentence() -> None:
     Config()  # checks each of them
-    assert all(
-        option.metadata["help"].endswith(".")
-        for option in dataclasses.fields(Config)
-    )
+    for option in dataclasses.fields(Config):
+        assert option.metadata["help"].endswith(".")
 
 
 def test_every_option_is_a_keyword_of_a_cache() -> None:

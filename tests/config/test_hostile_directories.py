@@ -139,11 +139,9 @@ def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
         'chunk_tokens = 64\nhost_size = "8MiB"\ndeadline_seconds = 0.5\nlog_format = "json"\n',
     )
     config, origins = load()
-    assert (config.chunk_tokens, config.host_bytes, config.deadline_seconds) == (
-        64,
-        8 << 20,
-        0.5,
-    )
+    assert config.chunk_tokens == 64
+    assert config.host_bytes == 8 << 20
+    assert config.deadline_seconds == 0.5
     assert origins["host_size"] == f"file {victim.file}"
     shown = answer("config", "show", **victim.variables)
     assert shown["files"] == [{"file": str(victim.file), "class": "found"}]
@@ -177,11 +175,9 @@ def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
             "remote": [address],
         }
         config = load().config
-        assert (config.chunk_tokens, config.unchecked, config.remote) == (
-            4,
-            True,
-            (address,),
-        )
+        assert config.chunk_tokens == 4
+        assert config.unchecked is True
+        assert config.remote == (address,)
         shown = answer("config", "show", **victim.variables)
         assert shown["files"] == [{"file": str(victim.file), "class": "allowed"}]
         assert run_here("config", "check", **victim.variables)[0] == 1
@@ -195,7 +191,8 @@ def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
             assert (code, out, err.count("\n")) == (2, "", 1), (command, out, err)
             assert "changed since it was allowed" in err
             check_line(err, victim)
-        assert (listener.connections, victim.outside()) == (before, outside)
+        assert listener.connections == before
+        assert victim.outside() == outside
 
         assert run_here("config", "allow", **victim.variables)[0] == 0
         assert load().config.unchecked

@@ -111,7 +111,9 @@ def test_each_scheme_names_its_kind_and_url(
     url: str, kind: str, name: str, engines: str
 ) -> None:
     spec = parse(url)
-    assert (spec.kind, spec.name, spec.url) == (kind, name, engines)
+    assert spec.kind == kind
+    assert spec.name == name
+    assert spec.url == engines
 
 
 def test_an_ipv6_address_may_be_any_of_several_hosts(tmp_path: Path) -> None:
@@ -129,16 +131,12 @@ def test_another_machines_server_is_named_by_a_parameter(tmp_path: Path) -> None
     spec = parse(
         f"https://host:7777?server=pagoda&password_file={tmp_path}/token&deadline=2s"
     )
-    assert (spec.kind, spec.name, spec.url) == (
-        "pagoda",
-        "pagoda",
-        "https://host:7777",
-    )
-    assert (spec.deadline_seconds, spec.look_seconds, spec.codec) == (
-        2.0,
-        0.05,
-        "raw",
-    )
+    assert spec.kind == "pagoda"
+    assert spec.name == "pagoda"
+    assert spec.url == "https://host:7777"
+    assert spec.deadline_seconds == 2.0
+    assert spec.look_seconds == 0.05
+    assert spec.codec == "raw"
     assert spec.password_file == f"{tmp_path}/token"
     assert parse("http://host:7777/?server=pagoda&name=big").name == "big"
     assert parse("http://host:7777/").kind == "objects"

@@ -4,7 +4,6 @@ has nothing.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -20,7 +19,10 @@ from pagoda.connectors.transformers import CachedModel
 from pagoda.transfer import DenseKV
 from testbed.patience import wait_until
 from testbed.servers import redis_server
-from tests.children import in_child
+from tests.children import (
+    in_child,
+    kill_self,
+)
 from tests.e2e.house import CHUNK, House
 from tests.e2e.test_blending import LENGTHS, WhileComputing, logits_after, pieces
 from tests.e2e.tiny import llama
@@ -215,7 +217,7 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(
     cached._ready_to_blend(None)  # the model is probed
 
     def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     def store() -> None:
         DenseKV.to_slots = die  # its slots are reserved

@@ -137,8 +137,10 @@ def test_prompts_are_drawn_by_seed_and_say_what_is_asked() -> None:
     assert prompts == recall_prompts(7, 20)
     assert prompts != recall_prompts(8, 20)
     for prompt in prompts:
-        assert all(0 <= token < VOCABULARY for token in prompt.tokens)
-        assert all(40 <= len(document) <= 56 for document in prompt.documents)
+        for token in prompt.tokens:
+            assert 0 <= token < VOCABULARY
+        for document in prompt.documents:
+            assert 40 <= len(document) <= 56
     assert (
         0.4 < np.mean([prompt.across for prompt in recall_prompts(7, 200)]) < 0.95
     )

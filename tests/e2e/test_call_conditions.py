@@ -70,10 +70,8 @@ def test_with_defaults_keys_are_what_they_always_were(house: House) -> None:
         "a83b197898aa66876ca0829fd73db4cc992509bc5113346dc5c3ed6c2eccfa65",
     ]
     ready = cached._ready(None)
-    assert (ready.why_not, ready.space) == (
-        "",
-        {"lora": None, "salt": None, "numerics": ""},
-    )
+    assert ready.why_not == ""
+    assert ready.space == {"lora": None, "salt": None, "numerics": ""}
     assert "numerics" not in cached.cache.namespace.fields()
 
 
@@ -380,13 +378,12 @@ def test_what_has_no_name_is_not_cached(name: str, house: House) -> None:
     assert says in detail
     assert cached.last_stored == []
     with cached.prefix(ids) as prefix:
-        assert (prefix.columns, prefix.hit.reason) == (0, Reason.NOT_CACHEABLE)
+        assert prefix.columns == 0
+        assert prefix.hit.reason == Reason.NOT_CACHEABLE
     (stored,) = cached.store(ids, prefix_of(model, ids))
-    assert (stored.num_chunks, stored.refused, stored.reason) == (
-        0,
-        6,
-        Reason.NOT_CACHEABLE,
-    )
+    assert stored.num_chunks == 0
+    assert stored.refused == 6
+    assert stored.reason == Reason.NOT_CACHEABLE
     house.shut()
     assert texts(house.open(llama(seed=7, **SETTINGS)), ids) == plain
 
@@ -772,7 +769,8 @@ def test_nothing_is_raised_after_a_text_is_complete(house: House) -> None:
         weight.data = weight.data.clone()
 
     assert texts(cached, ids, logits_processor=[Meddling(touch)]) == theirs
-    assert (cached.last_stored, counted(cached, "drop")) == ([], 1)
+    assert cached.last_stored == []
+    assert counted(cached, "drop") == 1
     with pytest.raises(ValueError, match="the weights were changed"):
         texts(cached, ids)
 
@@ -782,7 +780,8 @@ def test_settings_that_change_meanwhile_are_not_stored(house: House) -> None:
     try:
         meddling = Meddling(lambda: torch.set_float32_matmul_precision("medium"))
         texts(cached, prompt(96), logits_processor=[meddling])
-        assert (cached.last_stored, counted(cached, "drop")) == ([], 1)
+        assert cached.last_stored == []
+        assert counted(cached, "drop") == 1
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -184,7 +184,8 @@ def test_a_weight_in_the_place_of_a_freed_one_is_noticed(house: House) -> None:
     check(cached, 0)
     marks = cached._memory
     assert marks
-    assert not any(memory.expired() for memory in marks)
+    for memory in marks:
+        assert not memory.expired()
     weights.weight = nn.Parameter(weights.weight.detach() * 2)
     assert any(memory.expired() for memory in marks)
 

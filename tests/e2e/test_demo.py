@@ -83,9 +83,9 @@ def test_three_processes_one_text(
         "host": [{"host": 192}] * 2,
         "disk": [{"disk": 192}, {"host": 192}],
     }
-    assert all(
-        report[key] > 0 for key in KEYS if "seconds" in key or "_vs_" in key
-    )
+    for key in KEYS:
+        if "seconds" in key or "_vs_" in key:
+            assert report[key] > 0
     assert {process for process, _ in steps} == {"cold", "host", "disk"}
     assert not list(shm_root.iterdir())
     assert not list(tmp_path.iterdir())
@@ -141,9 +141,8 @@ def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
     shown = Shown(outcomes)
     assert shown.identical
     assert shown.controls_differ
-    assert all(
-        "host" in answer.by_tier for answer in shown.outcomes["host"].answers
-    )
+    for answer in shown.outcomes["host"].answers:
+        assert "host" in answer.by_tier
     assert any(
         "disk" in answer.by_tier for answer in shown.outcomes["disk"].answers
     )

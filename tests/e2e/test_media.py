@@ -41,6 +41,12 @@ def text(model, ids, **more) -> list[list[int]]:
     return out[:, ids.shape[1] :].tolist()
 
 
+def answer(model, kind: str, ids, seeds: list[int], **more) -> list[list[int]]:
+    """Return the text to a prompt that shows these images."""
+    images = shown(kind, ids, seeds)
+    return text(model, ids, **images, **more)
+
+
 def one_image(kind: str) -> torch.Tensor:
     return with_images(prompt(TEXT), [PLACE], image_tokens(kind))
 
@@ -58,33 +64,38 @@ def chunks_before(tokens: int) -> int:
     return tokens - tokens % CHUNK
 
 
+def most_of(ids: torch.Tensor) -> int:
+    """Return how much of a prompt may hit: its last token is always computed."""
+    return chunks_before(ids.shape[1] - 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SOME, *OTHERS])
 def test_a_prompt_with_an_image_hits(kind: str, house: House) -> None:
     ids = one_image(kind)
     alone = KINDS[kind]()
-    theirs = text(alone, ids, **shown(kind, ids, [1]))
-    others = text(alone, ids, **shown(kind, ids, [2]))
+    theirs = answer(alone, kind, ids, [1])
+    others = answer(alone, kind, ids, [2])
     assert theirs != others
     cached = house.open(KINDS[kind]())
     calls = images_computed(cached.model)
-    assert text(cached, ids, **shown(kind, ids, [1])) == theirs
+    assert answer(cached, kind, ids, [1]) == theirs
     assert cached.last_stored[0].num_tokens == chunks_before(ids.shape[1])
     del calls[:]
     # whole: all chunks, and no image is computed
-    assert text(cached, ids, **shown(kind, ids, [1])) == theirs
-    assert cached.last.columns == chunks_before(ids.shape[1] - 1)
+    assert answer(cached, kind, ids, [1]) == theirs
+    assert cached.last.columns == most_of(ids)
     assert calls == []
     # another image of the same shape: only the text before it
-    assert text(cached, ids, **shown(kind, ids, [2])) == others
+    assert answer(cached, kind, ids, [2]) == others
     assert cached.last.columns == chunks_before(PLACE)
     assert calls == [1]
     # from the disk, by another process
     house.shut(wipe_host=True)
     again = house.open(KINDS[kind]())
     calls = images_computed(again.model)
-    assert text(again, ids, **shown(kind, ids, [1])) == theirs
-    assert again.last.hit.by_tier == {"disk": chunks_before(ids.shape[1] - 1)}
+    assert answer(again, kind, ids, [1]) == theirs
+    assert again.last.hit.by_tier == {"disk": most_of(ids)}
     assert calls == []
 
 
@@ -96,13 +107,13 @@ def test_a_text_and_a_prompt_with_an_image_share_the_text_before_it(
     ids = one_image(kind)
     alone = KINDS[kind]()
     cached = house.open(KINDS[kind]())
-    text(cached, ids, **shown(kind, ids, [1]))
+    answer(cached, kind, ids, [1])
     plain = prompt(TEXT)
     assert text(cached, plain) == text(alone, plain)
     assert cached.last.columns == chunks_before(PLACE)
     # as processors hand it over
-    assert text(cached, plain, **shown(kind, plain, [])) == text(alone, plain)
-    assert text(cached, plain, **shown(kind, plain, [])) == text(alone, plain)
+    assert answer(cached, kind, plain, []) == text(alone, plain)
+    assert answer(cached, kind, plain, []) == text(alone, plain)
     assert cached.last.columns == chunks_before(TEXT - 1)
 
 
@@ -115,22 +126,22 @@ def test_a_conversation_in_which_each_turn_shows_an_image(
     first = with_images(prompt(TEXT), [PLACE], count)
     both = with_images(prompt(TEXT + 40), [PLACE, TEXT + 10], count)
     alone = KINDS[kind]()
-    theirs = text(alone, both, **shown(kind, both, [1, 2]))
-    swapped = text(alone, both, **shown(kind, both, [2, 1]))
+    theirs = answer(alone, kind, both, [1, 2])
+    swapped = answer(alone, kind, both, [2, 1])
     cached = house.open(KINDS[kind]())
-    text(cached, first, **shown(kind, first, [1]))
-    text(cached, both, **shown(kind, both, [3, 4]))
+    answer(cached, kind, first, [1])
+    answer(cached, kind, both, [3, 4])
     if kind == "qwen2_vl":  # several images are another form
         assert cached.last.columns == 0
         assert "to try whether" in cached.last.hit.detail
-    assert text(cached, both, **shown(kind, both, [1, 2])) == theirs
+    assert answer(cached, kind, both, [1, 2]) == theirs
     # one by one only where it is certain which pixels belong to which tokens
     certain = kind != "idefics3"
     begin = chunks_before(first.shape[1]) if certain else chunks_before(PLACE)
     assert cached.last.columns == begin
-    assert text(cached, both, **shown(kind, both, [1, 2])) == theirs
-    assert cached.last.columns == chunks_before(both.shape[1] - 1)
-    assert text(cached, both, **shown(kind, both, [2, 1])) == swapped
+    assert answer(cached, kind, both, [1, 2]) == theirs
+    assert cached.last.columns == most_of(both)
+    assert answer(cached, kind, both, [2, 1]) == swapped
     assert cached.last.columns == chunks_before(PLACE)
 
 
@@ -144,13 +155,13 @@ def test_kv_within_an_image_is_used_up_to_its_begin(
     count = image_tokens(kind)
     ids = with_images(prompt(47), [47], count)
     alone = KINDS[kind]()
-    theirs = text(alone, ids, **shown(kind, ids, [1]))
+    theirs = answer(alone, kind, ids, [1])
     longer = torch.cat([ids, prompt(40)], dim=1)
     cached = house.open(KINDS[kind]())
-    text(cached, longer, **shown(kind, longer, [1]))
+    answer(cached, kind, longer, [1])
     calls = images_computed(cached.model)
-    assert text(cached, ids, **shown(kind, ids, [1])) == theirs
-    found = chunks_before(ids.shape[1] - 1)
+    assert answer(cached, kind, ids, [1]) == theirs
+    found = most_of(ids)
     assert cached.last.columns == min(47, found)
     assert cached.last.hit.num_tokens == cached.last.columns
     if found > 47:
@@ -171,16 +182,16 @@ def test_beams_samples_and_output_with_images(kind: str, house: House) -> None:
     alone = KINDS[kind]()
     cached = house.open(KINDS[kind]())
     first = with_images(prompt(TEXT), [PLACE], count)
-    text(cached, first, **shown(kind, first, [1]))
+    answer(cached, kind, first, [1])
     for way in ways:
         plainly = {name: way[name] for name in way if name != "store_output"}
         torch.manual_seed(0)
-        theirs = text(alone, both, **shown(kind, both, [1, 2]), **plainly)
+        theirs = answer(alone, kind, both, [1, 2], **plainly)
         for _ in range(2):
             torch.manual_seed(0)
-            ours = text(cached, both, **shown(kind, both, [1, 2]), **way)
+            ours = answer(cached, kind, both, [1, 2], **way)
             assert ours == theirs
-        assert cached.last.columns == chunks_before(both.shape[1] - 1)
+        assert cached.last.columns == most_of(both)
 
 
 def test_a_text_after_an_image_is_not_moved_by_it(house: House) -> None:
@@ -190,10 +201,10 @@ def test_a_text_after_an_image_is_not_moved_by_it(house: House) -> None:
     plain = text(cached, ids)
     seen = one_image("qwen2_vl")
     for _ in range(2):
-        text(cached.model, seen, **shown("qwen2_vl", seen, [1]))
+        answer(cached.model, "qwen2_vl", seen, [1])
         assert text(cached, ids) == plain
         assert cached.last.hit.num_tokens == 48
-    text(cached.model, seen, **shown("qwen2_vl", seen, [1]))
+    answer(cached.model, "qwen2_vl", seen, [1])
     with cached.prefix(ids) as prefix:
         assert prefix.columns == 48
         kv = kv_argument(cached.model, prefix.past_key_values)
@@ -204,11 +215,11 @@ def test_a_text_after_an_image_is_not_moved_by_it(house: House) -> None:
 def test_a_reader_that_stores_nothing_hits_too(house: House) -> None:
     ids = one_image("llava")
     writer = house.open(tiny_vision.llava())
-    text(writer, ids, **shown("llava", ids, [1]))
-    theirs = text(tiny_vision.llava(), ids, **shown("llava", ids, [2]))
+    answer(writer, "llava", ids, [1])
+    theirs = answer(tiny_vision.llava(), "llava", ids, [2])
     reader = house.open(tiny_vision.llava())
     for columns in (0, chunks_before(PLACE)):
-        ours = text(reader, ids, store=False, **shown("llava", ids, [2]))
+        ours = answer(reader, "llava", ids, [2], store=False)
         assert ours == theirs
         assert reader.last.columns == columns
         assert reader.last_stored == []
@@ -219,7 +230,8 @@ def test_a_video_is_an_item(house: House) -> None:
     ids[ids == IMAGE_TOKEN] = 498
 
     def video(seed: int) -> dict[str, torch.Tensor]:
-        pixels = shown("qwen2_vl", one_image("qwen2_vl"), [seed])
+        seen = one_image("qwen2_vl")
+        pixels = shown("qwen2_vl", seen, [seed])
         return {
             "pixel_values_videos": pixels["pixel_values"],
             "video_grid_thw": pixels["image_grid_thw"],
@@ -235,7 +247,7 @@ def test_a_video_is_an_item(house: House) -> None:
     assert text(cached, ids, **video(1)) == theirs
     del calls[:]
     assert text(cached, ids, **video(1)) == theirs
-    assert cached.last.columns == chunks_before(ids.shape[1] - 1)
+    assert cached.last.columns == most_of(ids)
     assert calls == []
     assert text(cached, ids, **video(2)) == others
 
@@ -260,8 +272,8 @@ def test_a_text_with_marks_hits_over_windows(house: House) -> None:
         assert cached.last.columns == columns
     # with an image there is still no key
     seen = one_image("gemma3")
-    theirs = text(alone, seen, **shown("gemma3", seen, [1]))
-    assert text(cached, seen, **shown("gemma3", seen, [1])) == theirs
+    theirs = answer(alone, "gemma3", seen, [1])
+    assert answer(cached, "gemma3", seen, [1]) == theirs
     assert "not yet over windows" in cached.last.hit.detail
 
 
@@ -320,9 +332,9 @@ def test_what_is_not_certain_goes_on_without_the_cache(
     name: str, house: House
 ) -> None:
     change, why = UNCERTAIN[name]
-    ids, more = change(
-        one_image("llava"), shown("llava", one_image("llava"), [1])
-    )
+    plain_ids = one_image("llava")
+    images = shown("llava", plain_ids, [1])
+    ids, more = change(plain_ids, images)
 
     def outcome(model):
         try:
@@ -346,20 +358,18 @@ def test_a_model_that_cannot_continue_after_an_image_is_found_out(
     """
     ids = one_image("qwen2_vl")
     cached = house.open(tiny_vision.qwen2_vl())
-    theirs = text(tiny_vision.qwen2_vl(), ids, **shown("qwen2_vl", ids, [1]))
+    theirs = answer(tiny_vision.qwen2_vl(), "qwen2_vl", ids, [1])
 
     def counted(model, inputs, mask, given):
         """Over KV, the images before are forgotten."""
         positions = torch.arange(inputs.shape[1]).expand(4, 1, -1)
-        return (
-            {}
-            if given.get("max_new_tokens") != 1
-            else {"position_ids": positions}
-        )
+        if given.get("max_new_tokens") != 1:
+            return {}
+        return {"position_ids": positions}
 
     monkeypatch.setattr(cached_model, "positions_of", counted)
     for _ in range(2):
-        assert text(cached, ids, **shown("qwen2_vl", ids, [1])) == theirs
+        assert answer(cached, "qwen2_vl", ids, [1]) == theirs
         assert cached.last_stored == []
     assert cached.last.hit.reason is Reason.NOT_CACHEABLE
     assert "what follows has other KV" in cached.last.hit.detail
@@ -374,14 +384,14 @@ def test_a_prompt_that_ends_with_an_image_shows_nothing(
     cached = house.open(model)
     ends = with_images(prompt(32), [32], image_tokens("llava"))
     for _ in range(2):
-        theirs = text(tiny_vision.llava(), ends, **shown("llava", ends, [1]))
-        assert text(cached, ends, **shown("llava", ends, [1])) == theirs
+        theirs = answer(tiny_vision.llava(), "llava", ends, [1])
+        assert answer(cached, "llava", ends, [1]) == theirs
         assert cached.last_stored == []
     ids = one_image("llava")
     for _ in range(2):
-        theirs = text(tiny_vision.llava(), ids, **shown("llava", ids, [1]))
-        assert text(cached, ids, **shown("llava", ids, [1])) == theirs
-    assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
+        theirs = answer(tiny_vision.llava(), "llava", ids, [1])
+        assert answer(cached, "llava", ids, [1]) == theirs
+    assert cached.last.hit.num_tokens == most_of(ids)
 
 
 def test_a_form_is_tried_again_with_other_weights(house: House) -> None:
@@ -390,8 +400,8 @@ def test_a_form_is_tried_again_with_other_weights(house: House) -> None:
     cached = house.open(model)
     ids = one_image("llava")
     for _ in range(2):
-        text(cached, ids, **shown("llava", ids, [1]))
-    assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
+        answer(cached, "llava", ids, [1])
+    assert cached.last.hit.num_tokens == most_of(ids)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.01)
@@ -400,12 +410,12 @@ def test_a_form_is_tried_again_with_other_weights(house: House) -> None:
     assert cached.last_stored[0].num_chunks
     hits = []
     for _ in range(2):
-        theirs = text(model, ids, **shown("llava", ids, [1]))
-        assert text(cached, ids, **shown("llava", ids, [1])) == theirs
+        theirs = answer(model, "llava", ids, [1])
+        assert answer(cached, "llava", ids, [1]) == theirs
         hits.append(cached.last.hit)
     assert hits[0].num_tokens == 0
     assert "first prompt of this form" in hits[0].detail
-    assert hits[1].num_tokens == chunks_before(ids.shape[1] - 1)
+    assert hits[1].num_tokens == most_of(ids)
 
 
 def test_the_digest_names_the_content_and_how_it_is_given() -> None:

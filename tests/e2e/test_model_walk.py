@@ -152,7 +152,8 @@ def test_a_changed_weight_is_seen(change) -> None:
 def test_hooks_training_and_methods_of_a_module_are_seen() -> None:
     model = llama()
     walk = walk_over(model)
-    assert (walk.hooked, walk.unusual) == ([], [])
+    assert walk.hooked == []
+    assert walk.unusual == []
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(lambda *_: None)
     model.model.norm.register_forward_hook(lambda *_: None)

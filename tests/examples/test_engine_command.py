@@ -66,10 +66,9 @@ def test_the_command_replays_and_another_process_hits_the_disk(
                 [*COMMAND, *map(str, args)], cwd=ROOT, text=True, timeout=60
             )
         rows = {row["id"]: row for row in json.loads(said)["requests"]}
-        assert all(
-            row["identical"] is True and row["first_token_seconds"] > 0
-            for row in rows.values()
-        )
+        for row in rows.values():
+            assert row["identical"] is True
+            assert row["first_token_seconds"] > 0
         assert rows["b"]["prompt_tokens"] == rows["a"][
             "prompt_tokens"
         ] + 24 + len("And then?")
@@ -106,7 +105,8 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=30)
     *before, last = said.splitlines()
-    assert (running.returncode, last) == (130, "paged_engine: interrupted")
+    assert running.returncode == 130, last
+    assert last == "paged_engine: interrupted"
     assert all(line.startswith("made a ") for line in before), (
         "what its tiers take is said when they are made"
     )
@@ -240,7 +240,8 @@ def test_documents_are_blended_and_the_answer_says_how_much(
     # they end in any order
     first = requests["a"]
     second = requests["b"]
-    assert (first["identical"], second["identical"]) == (None, True)
+    assert first["identical"] is None
+    assert second["identical"] is True
     parts = ("exact", "recomputed", "reused")
     assert (
         sum(first[part] for part in parts)

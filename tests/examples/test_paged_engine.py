@@ -44,14 +44,10 @@ def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
     plain_attention = model.config._attn_implementation
     paged = paged_model(model)
     pool = KVPool(layout_of(model, BLOCK), 64)
-    assert (
-        model.config._attn_implementation,
-        paged.config._attn_implementation,
-    ) == (plain_attention, NAME)
-    assert all(
-        a is b
-        for a, b in zip(model.parameters(), paged.parameters(), strict=True)
-    )
+    assert model.config._attn_implementation == plain_attention
+    assert paged.config._attn_implementation == NAME
+    for a, b in zip(model.parameters(), paged.parameters(), strict=True):
+        assert a is b
     prompts = [
         prompt(length, seed=length)[0].tolist() for length in (50, 37, 1, 64)
     ]

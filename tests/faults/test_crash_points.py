@@ -20,7 +20,11 @@ from pagoda.base.clock import Clock
 from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.transaction import Transaction
-from tests.children import child, wait
+from tests.children import (
+    child,
+    kill_self,
+    wait,
+)
 from tests.faults.support import (
     AfterReboot,
     Store,
@@ -74,12 +78,12 @@ def arm(number: int) -> None:
         def wrapper(*args: object, **kwargs: object) -> object:
             last = next(count) == number // 2
             if last and number % 2 == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_self()
             try:
                 return call(*args, **kwargs)
             finally:
                 if last:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_self()
 
         return wrapper
 
@@ -253,7 +257,7 @@ def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(
         transaction: Transaction, columns: Columns, stamp: int
     ) -> None:
         if transaction.meta.scan > 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self()
         publish(transaction, columns, stamp)
 
     def doomed() -> None:

@@ -313,7 +313,8 @@ def test_the_rows_of_a_store_that_was_not_closed_are_looked_through(
     before = read_state(store_of(tmp_path))
     apart(lambda: serves(tmp_path))
     after = read_state(store_of(tmp_path))
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     assert after.incarnation == before.incarnation + 1
 
 

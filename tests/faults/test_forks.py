@@ -26,7 +26,13 @@ from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import LOCKS, STATE, TABLES
 from testbed.patience import Patience
 from tests.cache.kit import cache_at
-from tests.children import child, in_child, in_light_process, wait
+from tests.children import (
+    child,
+    in_child,
+    in_light_process,
+    kill_self,
+    wait,
+)
 from tests.faults.support import (
     NAMESPACE,
     PATIENT_SECONDS,
@@ -128,13 +134,9 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
 
     def child() -> None:
         assert all(store.ledger.hold(match.slots, match.generations))
-        assert all(
-            isinstance(one, Reserved)
-            for one in store.ledger.reserve(
-                keys(range(10, 14)), namespace=NAMESPACE
-            )
-        )
-        os.kill(os.getpid(), signal.SIGKILL)
+        for one in store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE):
+            assert isinstance(one, Reserved)
+        kill_self()
 
     in_child(child, -signal.SIGKILL)
     outcomes = store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)
@@ -312,7 +314,8 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
         if os.getpid() != parent:
             os._exit(session.member != 0)  # it has written that it is one
     assert ends == [0]
-    assert all(isinstance(one, Reserved) for one in outcomes)
+    for one in outcomes:
+        assert isinstance(one, Reserved)
     assert ledger.commit(outcomes) == [True] * 5
     admin.check(ledger)
     ledger.close()

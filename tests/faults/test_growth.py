@@ -286,7 +286,9 @@ def test_a_version_that_knows_no_ghosts_apart_refuses_the_store_then_replaces_it
     assert refused.returncode == 1
     assert "while other processes have it open: stop them first" in refused.stderr
     assert "columns has" in refused.stderr
-    assert (here["found"], here["wrong"], here["stored"]) == (16, 0, 1)
+    assert here["found"] == 16
+    assert here["wrong"] == 0
+    assert here["stored"] == 1
     replaced = ended("older", shm_root, tree=older_tree, chunk_bytes=SMALL_BYTES)
     assert replaced == {
         "found": 0,

@@ -225,7 +225,8 @@ def test_the_winner_of_a_race_to_create_is_used_by_all(shm_root: Path) -> None:
     finally:
         for process in racing:
             process.communicate("\n", timeout=90)
-    assert all(process.returncode == 0 for process in racing)
+    for process in racing:
+        assert process.returncode == 0
     assert [path.name for path in shm_root.iterdir() if path.is_dir()] == [
         memory_spec(shm_root).name
     ]

@@ -59,6 +59,11 @@ def views(cache: Cache) -> dict[str, set[int]]:
     }
 
 
+def wait_believed(router: Router, tokens: np.ndarray, chunks: int) -> None:
+    """Wait until a router believes that host memory has so many chunks."""
+    wait_until(lambda: router.believes(tokens, "CPU") == chunks)
+
+
 def test_what_is_stored_and_cleared_is_published(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +116,7 @@ def test_all_that_is_there_is_published_to_who_comes_later_and_by_a_restarted_en
             )
         )
         stored(cache, second)
-        wait_until(lambda: router.believes(second, "CPU") == 3)
+        wait_believed(router, second, 3)
         assert min(router.numbers) > last
         router.close()
 
@@ -124,9 +129,9 @@ def test_chunks_of_other_processes_are_published_once_a_request_has_found_them(
         router = Router(cache.publish_events(ANY))
         stored(other, tokens)
         assert cache.lookup(tokens).num_tokens == 4 * CHUNK
-        wait_until(lambda: router.believes(tokens, "CPU") == 4)
+        wait_believed(router, tokens, 4)
         other.clear()
-        wait_until(lambda: router.believes(tokens, "CPU") == 0)
+        wait_believed(router, tokens, 0)
         router.close()
 
 
@@ -259,9 +264,9 @@ def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None
         ]
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens[: 2 * CHUNK])
-        wait_until(lambda: router.believes(tokens, "CPU") == 2)
+        wait_believed(router, tokens, 2)
         stored(cache, tokens)
-        wait_until(lambda: router.believes(tokens, "CPU") == 6)
+        wait_believed(router, tokens, 6)
         before = dict(zip(names, [None, *names], strict=False))
         assert parents(router).items() <= before.items()
         ((_, ledger),) = cache._tiers.ledgers()
@@ -296,7 +301,7 @@ def test_a_prompt_with_an_image_is_not_published(cache: Cache) -> None:
     )
     other = prompt(2, 5)
     stored(cache, other)
-    wait_until(lambda: router.believes(other, "CPU") == 2)
+    wait_believed(router, other, 2)
     assert router.believes(tokens, "CPU") == 0
     assert len(router.held["CPU"]) == 2
     router.close()
@@ -318,11 +323,11 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
-    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    wait_believed(router, tokens, 3)
     cache.weights_changed()
     all_is_taken_back(router, tokens)
     stored(cache, tokens)
-    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    wait_believed(router, tokens, 3)
     router.close()
 
 
@@ -333,7 +338,7 @@ def test_weights_that_another_process_has_changed_take_all_back_without_a_reques
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
-    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    wait_believed(router, tokens, 3)
     with cache_at(shm_root, None) as other:
         other.weights_changed()
     all_is_taken_back(router, tokens)
@@ -351,7 +356,7 @@ def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(
     with cache_at(shm_root, None) as cache:
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens)
-        wait_until(lambda: router.believes(tokens, "CPU") == 3)
+        wait_believed(router, tokens, 3)
         ledger = cache._tiers.ledgers()[0][1]
         found = ledger.match_prefix(
             [key for *_, key in cache.keys(tokens)], touch=False
@@ -364,7 +369,7 @@ def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(
             pool.apply(other_store, (shm_root, 8))
         wait_until(lambda: cache.lookup(tokens).num_tokens == 0)
         assert not ledger.is_ready(found.slots, found.generations).any()
-        wait_until(lambda: router.believes(tokens, "CPU") == 0)
+        wait_believed(router, tokens, 0)
         all_is_taken_back(router, tokens)
         router.close()
 
@@ -381,14 +386,14 @@ def test_what_was_requested_before_the_weights_changed_is_not_published_afterwar
     later = prompt(2, 2)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
-    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    wait_believed(router, tokens, 3)
     # by another thread, which goes on after the change
     asked = cache._checked(tokens, {})
     cache.weights_changed()
     assert cache._resources.events is not None
     cache._resources.events.heard(asked, None)
     stored(cache, later)
-    wait_until(lambda: router.believes(later, "CPU") == 2)
+    wait_believed(router, later, 2)
     assert router.believes(tokens, "CPU") == 0
     router.close()
 
@@ -404,7 +409,7 @@ def test_what_is_noted_after_the_weights_changed_is_not_published(
     last = prompt(2, 3)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
-    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    wait_believed(router, tokens, 3)
     events = cache._resources.events
     assert events is not None
     assert events._stored is not None
@@ -423,7 +428,7 @@ def test_what_is_noted_after_the_weights_changed_is_not_published(
         partial(_note_of, asked, keys), asked.namespace.root, present, 0, keys
     )
     stored(cache, last)
-    wait_until(lambda: router.believes(last, "CPU") == 2)
+    wait_believed(router, last, 2)
     assert router.believes(tokens, "CPU") == 0
     router.close()
 
@@ -478,14 +483,14 @@ def test_a_forked_child_stores_and_leaves_publishing_to_its_parent(
     second = prompt(3, 2)
     router = Router(cache.publish_events(ANY))
     stored(cache, first)
-    wait_until(lambda: router.believes(first, "CPU") == 3)
+    wait_believed(router, first, 3)
     if not (child := os.fork()):
         stored(cache, second)
         cache.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert cache.lookup(second).num_tokens == 3 * CHUNK
-    wait_until(lambda: router.believes(second, "CPU") == 3)
+    wait_believed(router, second, 3)
     router.close()
 
 
@@ -500,7 +505,7 @@ def test_a_router_that_reads_nothing_keeps_nobody_waiting(cache: Cache) -> None:
     patience = Patience(60.0)
     for seed in range(40):
         stored(cache, prompt(8, seed))
-    wait_until(lambda: router.believes(prompt(8, 39), "CPU") == 8)
+    wait_believed(router, prompt(8, 39), 8)
     assert not patience.ended, patience.said()
     stuck.close(), router.close()
 
@@ -543,11 +548,11 @@ def test_given_keys_and_parts_of_prompts_are_published_with_their_tokens_or_not_
     cache.store(tokens, kit.kv_of(tokens).transfer)
     cache.lookup(tokens, start_tokens=2 * CHUNK)
     cache.lookup(tokens, keys=cache.keys(tokens, 2 * CHUNK))
-    wait_until(lambda: router.believes(tokens, "CPU") == 4)
+    wait_believed(router, tokens, 4)
     assert router.believes(other, "CPU") == 0
     assert len(router.held["CPU"]) == 4
     cache.lookup(other)
-    wait_until(lambda: router.believes(other, "CPU") == 4)
+    wait_believed(router, other, 4)
     router.close()
 
 
@@ -560,7 +565,8 @@ def test_of_a_namespace_with_a_salt_of_its_own_no_tokens_are_published(
         router = Router(cache.publish_events(ANY))
         stored(cache, np.asarray(prompt(2)))
         wait_until(lambda: router.receive() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
-        assert not any(event.get("token_ids") for event in router.events)
+        for event in router.events:
+            assert not event.get("token_ids")
         router.close()
 
 
@@ -638,4 +644,5 @@ def test_without_a_prompt_log_a_close_leaves_no_tokens(
         cache.publish_events(ANY)
         cache.store(tokens, kit.kv_of(tokens).transfer)
         directories = [ledger.directory for _, ledger in cache._tiers.ledgers()]
-    assert not any((directory / "notes").exists() for directory in directories)
+    for directory in directories:
+        assert not (directory / "notes").exists()

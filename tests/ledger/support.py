@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -82,6 +82,30 @@ def teach(ledger: Ledger, clock: FakeClock) -> None:
 def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
     """Return the outcomes that got a slot."""
     return [one for one in outcomes if isinstance(one, Reserved)]
+
+
+def put_alone(ledger: Ledger, numbers: Iterable[int]) -> list[Reserved]:
+    """Store chunks by number, each the first of its own chain."""
+    return put(ledger, keys(*numbers), chained=False)
+
+
+def matched(ledger: Ledger, wanted: Sequence[bytes]) -> int:
+    """Return how many leading chunks are there."""
+    match = ledger.match_prefix(wanted)
+    return len(match.slots)
+
+
+def rooms_for(
+    ledger: Ledger, wanted: Sequence[bytes], **how: int
+) -> list[Reserved]:
+    """Reserve slots for chunks of one tenant; return those that there were."""
+    outcomes = ledger.reserve(wanted, namespace=TENANT, **how)
+    return reserved(outcomes)
+
+
+def gauge(ledger: Ledger, name: str) -> int:
+    """Return one number of what is in a ledger."""
+    return admin.gauges(ledger)[name]
 
 
 def put(

@@ -26,12 +26,16 @@ from tests.ledger.support import (
     OTHER,
     TENANT,
     Other,
+    gauge,
     keys,
+    matched,
     opened,
     places,
     present,
     put,
+    put_alone,
     reserved,
+    rooms_for,
 )
 
 # admission
@@ -43,7 +47,7 @@ def test_a_key_of_another_length_is_refused_before_anything_is_changed(
 ) -> None:
     with pytest.raises(ValueError, match="32"):
         ledger.reserve([*keys(1), wrong], namespace=TENANT)
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 def test_a_chunk_has_a_part(ledger: Ledger) -> None:
@@ -80,9 +84,7 @@ def test_no_two_reservations_have_a_generation_or_a_slot_in_common(
 ) -> None:
     seen: set[int] = set()
     for turn in range(20):
-        rooms = reserved(
-            ledger.reserve(keys(*range(turn * 4, turn * 4 + 4)), namespace=TENANT)
-        )
+        rooms = rooms_for(ledger, keys(*range(turn * 4, turn * 4 + 4)))
         assert len({room.slot for room in rooms}) == 4
         assert not seen & {room.generation for room in rooms}
         seen |= {room.generation for room in rooms}
@@ -90,7 +92,7 @@ def test_no_two_reservations_have_a_generation_or_a_slot_in_common(
 
 
 def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     sent = pickle.dumps(room)
 
     def work() -> None:
@@ -113,7 +115,8 @@ def test_the_window_and_the_quota(ledger: Ledger) -> None:
     ] * (10 - ledger.window)
     second = ledger.reserve(keys(*range(100, 104)), namespace=TENANT)
     third = ledger.reserve(keys(200), namespace=TENANT)
-    assert all(isinstance(one, Reserved) for one in second)
+    for one in second:
+        assert isinstance(one, Reserved)
     assert third == [Refused(keys(200)[0], Reason.FULL)]
     ledger.abort(reserved(first)[:1])
     assert isinstance(ledger.reserve(keys(200), namespace=TENANT)[0], Reserved)
@@ -126,20 +129,9 @@ def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
 
     def work() -> None:
         for start in (100, 104):
-            assert (
-                len(
-                    reserved(
-                        ledger.reserve(
-                            keys(*range(start, start + 4)), namespace=TENANT
-                        )
-                    )
-                )
-                == 4
-            )
-        assert not reserved(ledger.reserve(keys(200), namespace=TENANT))
-        assert len(reserved(ledger.reserve(keys(0), namespace=TENANT))) == 0, (
-            "Busy"
-        )
+            assert len(rooms_for(ledger, keys(*range(start, start + 4)))) == 4
+        assert not rooms_for(ledger, keys(200))
+        assert len(rooms_for(ledger, keys(0))) == 0, "Busy"
 
     in_child(work)
 
@@ -147,16 +139,12 @@ def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
 def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(*range(4)), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(*range(4)))
     in_child(
         lambda: _must(all(ledger.adopt(rooms, 0)) and all(ledger.commit(rooms)))
     )
-    assert (
-        len(reserved(ledger.reserve(keys(*range(10, 14)), namespace=TENANT))) == 4
-    )
-    assert (
-        len(reserved(ledger.reserve(keys(*range(20, 24)), namespace=TENANT))) == 4
-    )
+    assert len(rooms_for(ledger, keys(*range(10, 14)))) == 4
+    assert len(rooms_for(ledger, keys(*range(20, 24)))) == 4
 
 
 # busy and superseded
@@ -165,24 +153,24 @@ def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(
 def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    slow = rooms_for(ledger, keys(1))
     clock.advance(9.9)
     assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
     clock.advance(0.2)
-    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    quick = rooms_for(ledger, keys(1))
     assert quick[0].slot != slot_of(slow)
     assert ledger.commit(quick) == [True]
     assert ledger.commit(slow) == [False]
-    assert admin.gauges(ledger)["ready"] == 1
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "ready") == 1
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_the_superseded_one_loses_also_if_it_is_quicker(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    slow = rooms_for(ledger, keys(1))
     clock.advance(11)
-    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    quick = rooms_for(ledger, keys(1))
     assert ledger.commit(slow) == [False]
     assert ledger.commit(quick) == [True]
 
@@ -191,7 +179,7 @@ def test_a_dead_writer_keeps_nobody_from_reserving_its_key(
     ledger: Ledger,
 ) -> None:
     in_child(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1])
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     assert ledger.commit([room]) == [True]
 
 
@@ -201,7 +189,7 @@ def test_a_dead_writer_keeps_nobody_from_reserving_its_key(
 def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    rooms = rooms_for(ledger, keys(1), parts=2)
     for part in (-1, 2):
         with pytest.raises(ValueError, match="part"):
             ledger.commit(rooms, part)
@@ -214,7 +202,7 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(
 
 
 def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     assert ledger.commit([room._replace(key=keys(2)[0])]) == [False]
     assert ledger.commit([room]) == [True]
     assert present(ledger, keys(1, 2)) == [True, False]
@@ -222,37 +210,37 @@ def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> Non
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
     """Bytes are still being copied: no other chunk gets the slot before the copies have ended."""
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    [room] = rooms_for(ledger, keys(1), parts=2)
 
     def adopt() -> None:
         assert ledger.adopt([room], 1) == [True]
 
     with Other(adopt):
         ledger.abort([room])
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
         assert admin.reap(ledger) == 0
-        [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+        [again] = rooms_for(ledger, keys(1))
         assert again.slot != room.slot, (
             "the key is free at once, but the slot is not"
         )
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
     assert admin.reap(ledger) == 1
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert ledger.match_prefix(keys(1)).slots.tolist() == [again.slot]
 
 
 def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
     ledger: Ledger,
 ) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=3))
+    [room] = rooms_for(ledger, keys(1), parts=3)
     assert ledger.commit([room], 0) == [CommitResult.PART]
     receive, send = os.pipe()
 
     def finish() -> None:
         os.read(receive, 1)
         assert ledger.commit([room], 2) == [False]
-        assert not admin.gauges(ledger)["reserved"]
+        assert not gauge(ledger, "reserved")
 
     def adopt_then_finish() -> None:
         assert ledger.adopt([room], 2) == [True]
@@ -263,25 +251,25 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
     pid = child(adopt_then_finish)
     os.read(adopted_receive, 1)
     ledger.abort([room])
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
     os.write(send, b"x")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert present(ledger, keys(1)) == [False]
 
 
 def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
     in_child(lambda: ledger.abort(rooms))
     assert ledger.commit(rooms) == [True]
 
 
 def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    rooms = rooms_for(ledger, keys(1), parts=2)
     admin.clear(ledger, TENANT)
     assert ledger.commit(rooms, 0) == [False]
     assert ledger.commit(rooms, 1) == [False]
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 # victims
@@ -295,7 +283,7 @@ def long_store(root: Path, clock: FakeClock) -> tuple[Ledger, list[bytes]]:
     chain = keys(*range(128))
     put(ledger, chain[:64])
     clock.advance(1)
-    put(ledger, keys(*range(1000, 1960)), chained=False)
+    put_alone(ledger, range(1000, 1960))
     clock.advance(1)
     return ledger, chain
 
@@ -308,7 +296,7 @@ def test_what_one_call_found_is_not_evicted_by_its_own_later_batches(
     assert [type(one) for one in outcomes] == [Present] * 64 + [Reserved] * 64
     assert ledger.still_valid(*places(outcomes[:64])).all()  # type: ignore[arg-type]
     assert ledger.commit(reserved(outcomes)) == [True] * 64
-    assert len(ledger.match_prefix(chain).slots) == 128
+    assert matched(ledger, chain) == 128
     ledger.close()
 
 
@@ -327,7 +315,7 @@ def test_what_a_store_has_looked_for_is_not_looked_for_again(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it found behind a chunk that is absent is not evicted either."""
-    put(ledger, keys(*range(ledger.slots)), chained=False)
+    put_alone(ledger, range(ledger.slots))
     wanted = keys(101, 0, 102)  # 0 is the coldest
     have = ledger.match_prefix(wanted, asked=False, ahead=ledger.window)
     assert not len(have.slots)
@@ -358,10 +346,10 @@ def test_what_a_call_found_is_not_evicted_by_its_second_attempt(
     ledger: Ledger, clock: FakeClock
 ) -> None:
     old = put(ledger, keys(1, 2))
-    pinned = put(ledger, keys(*range(100, 104)), chained=False)
+    pinned = put_alone(ledger, range(100, 104))
     admin.pin(ledger, [one.key for one in pinned], "ann")
     clock.advance(1)
-    put(ledger, keys(*range(200, 226)), chained=False)
+    put_alone(ledger, range(200, 226))
     clock.advance(1)
     for room in old:
         ledger.columns.last_use[room.slot] += 1
@@ -381,7 +369,7 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
 ) -> None:
     chain = keys(*range(4))
     put(ledger, chain)
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     admin.remove(ledger, chain[:1])
     clock.advance(1)
     outcomes = ledger.reserve(chain, namespace=TENANT)
@@ -394,14 +382,14 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
     assert ledger.commit(reserved(outcomes)) == [True]
     assert admin.check(ledger).unreachable == 0
     clock.advance(2)
-    put(ledger, keys(*range(200, 228)), chained=False)
+    put_alone(ledger, range(200, 228))
     assert all(present(ledger, chain))
 
 
 def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     clock.advance(1)
     chain = keys(*range(4))
     put(ledger, chain)
@@ -412,7 +400,7 @@ def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
 
 
 def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
-    put(ledger, keys(*range(32)), chained=False)
+    put_alone(ledger, range(32))
     clock.advance(1)
     put(ledger, keys(*range(100, 116)), OTHER, chained=False)
     assert present(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
@@ -433,7 +421,7 @@ def _must(holds: bool) -> None:
 def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
     ledger: Ledger, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    old = put_alone(ledger, range(100, 100 + ledger.slots))
     clock.advance(1)
     name_victims = ledger._victims
     named = list[tuple[int, int]]()
@@ -445,7 +433,7 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
         return named
 
     monkeypatch.setattr(ledger, "_victims", overtaken)
-    [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(888))
     assert present(ledger, keys(777)) == [True], (
         "a new chunk was evicted instead of an old one"
     )

@@ -4,7 +4,6 @@ processes see that disagree, die inside it, or find no space.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,13 @@ from pagoda.ledger.stores_under_root import (
     root_locked,
 )
 from pagoda.policy.hindsight import Hindsight
-from tests.children import child, in_child, in_light_process, wait
+from tests.children import (
+    child,
+    in_child,
+    in_light_process,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import PATIENT_SECONDS, TENANT, keys, put
 
 SLOT = 4096
@@ -366,7 +371,7 @@ def test_a_process_that_dies_inside_a_doubling_loses_no_ghost(
     def die(*arguments: object) -> object:
         if when == "after":
             real(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
         return None
 
     def grow() -> None:
@@ -588,7 +593,7 @@ def test_a_crash_in_the_middle_of_a_resize_is_no_damage(
 
     def crash() -> None:
         def die(*_: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self()
 
         owner = ghost_pages if step == "make" else store_directory
         monkeypatch.setattr(owner, step, die)

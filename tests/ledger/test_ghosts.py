@@ -40,7 +40,8 @@ def test_ghosts_of_few_and_of_many(count: int) -> None:
     uses = np.arange(count) + 5
     hits = np.arange(count, dtype=np.uint32)
     ghosts.remember(marks_of(gone), uses, hits, 123_456, 2)
-    assert all(ghosts.find(key) == (123_456, 2) for key in gone)
+    for key in gone:
+        assert ghosts.find(key) == (123_456, 2)
     assert ghosts.find(keys(10**6)[0]) is None
     known_hits, last_use = ghosts.recall(marks_of([*gone, *keys(10**6)]))
     assert known_hits.tolist() == [*range(count), 0]
@@ -83,7 +84,8 @@ def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from()
         remember(ghosts, [number], 100 + number, number)
     remember(ghosts, [PER_SLOT], 500, went=1000)
     assert ghosts.find(keys(0)[0]) is None
-    assert all(ghosts.find(key) for key in keys(*range(1, PER_SLOT + 1)))
+    for key in keys(*range(1, PER_SLOT + 1)):
+        assert ghosts.find(key)
     ((hits, ages, contexts),) = ghosts.forgotten()
     assert not contexts.any()
     assert hits.tolist() == [0]
@@ -121,7 +123,8 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
     new.copy_from(old)
     kept = [n for n in range(60) if new.find(keys(n)[0])]
     assert len(kept) == np.count_nonzero(new.last_use) <= PER_SLOT * slots
-    assert all(old.find(keys(n)[0]) == new.find(keys(n)[0]) for n in kept)
+    for n in kept:
+        assert old.find(keys(n)[0]) == new.find(keys(n)[0])
     if slots >= 10:
         lost = 60 - len(kept)
         assert lost <= 12

@@ -37,7 +37,12 @@ from pagoda.ledger.hint_pages import Published
 from pagoda.ledger.store_state import COLUMNS, METERS, REQUESTS, TABLES
 from pagoda.testing import FakeClock
 from testbed.patience import Patience, wait_until
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.faults.support import open_files_left
 from tests.ledger.support import TENANT, keys, opened, put, small_store
 
@@ -168,7 +173,7 @@ def test_memory_of_stores_that_are_gone_is_removed(
 ) -> None:
     def killed() -> None:
         put(opened(tmp_path / "old", kind="file"), keys(1))
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     wait(child(killed))
     assert len(list(memory.iterdir())) == 1
@@ -355,7 +360,7 @@ def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
         monkeypatch.setattr(
             session.Session,
             "_publish_and_count",
-            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+            lambda *_: kill_self(),
         )
         other.commit([one])
 
@@ -489,7 +494,7 @@ def test_memory_of_a_killed_process_is_not_that_of_an_older_copy(
         ledger = opened(root, kind="file")
         for first in (100, 200, 300):
             fills(ledger, first)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     wait(child(work))
     if in_place:
@@ -756,10 +761,8 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(
         os.truncate(ledger.directory / TABLES, 8192)
         for _ in range(3):
             assert ledger.match_prefix(keys(*range(10))).reason is Reason.IO_ERROR
-            assert not any(
-                isinstance(one, Reserved)
-                for one in ledger.reserve(keys(90), namespace=TENANT)
-            )
+            for one in ledger.reserve(keys(90), namespace=TENANT):
+                assert not isinstance(one, Reserved)
         os._exit(0)
 
     assert wait(child(cut)) == 0

@@ -17,11 +17,13 @@ from tests.children import in_child
 from tests.ledger.support import (
     TENANT,
     Other,
+    gauge,
     keys,
     places,
     present,
     put,
-    reserved,
+    put_alone,
+    rooms_for,
 )
 
 SLOTS = 32
@@ -44,7 +46,7 @@ def handed_out(ledger: Ledger) -> set[int]:
     """Return all slots that other calls can reserve; abort the reservations."""
     got: set[int] = set()
     for at in range(1000, 1000 + 4 * SLOTS):
-        rooms = reserved(ledger.reserve(keys(at), namespace=TENANT))
+        rooms = rooms_for(ledger, keys(at))
         got |= {room.slot for room in rooms}
         ledger.commit(rooms)
     return got
@@ -59,7 +61,8 @@ def cleared(ledger: Ledger, stored: Sequence[Reserved]) -> None:
 
 
 def failed(ledger: Ledger, stored: Sequence[Reserved]) -> None:
-    assert all(ledger.remove_exact(*one, Reason.FAILED_CHECK) for one in stored)
+    for one in stored:
+        assert ledger.remove_exact(*one, Reason.FAILED_CHECK)
 
 
 @pytest.mark.parametrize("end", [removed, cleared, failed])
@@ -72,18 +75,18 @@ def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_rel
     assert present(ledger, keys(1, 2, 3)) == [False] * 3
     assert not ledger.still_valid(*places(stored)).any()
     assert ledger.hold(*places(stored)) == [False] * 3
-    assert admin.gauges(ledger)["reserved"] == 3
+    assert gauge(ledger, "reserved") == 3
     assert admin.check(ledger)
     assert not slots & handed_out(ledger)
     assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, (
         "the keys are free at once"
     )
     ledger.release(*places(stored[:1]))
-    assert admin.gauges(ledger)["reserved"] == 2
+    assert gauge(ledger, "reserved") == 2
     assert admin.check(ledger)
     assert slots & handed_out(ledger) == {stored[0].slot}
     ledger.release(*places(stored[1:]))
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert slots <= handed_out(ledger)
 
 
@@ -99,12 +102,12 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
             "the other process holds it"
         )
         ledger.release(*places(stored))
-        assert admin.gauges(ledger)["reserved"] == 1, (
+        assert gauge(ledger, "reserved") == 1, (
             "a release without a hold does not end another process's hold"
         )
         other.end()
         assert admin.reap(ledger) == 1
-        assert admin.gauges(ledger)["reserved"] == 0
+        assert gauge(ledger, "reserved") == 0
         assert stored[0].slot in handed_out(ledger)
 
 
@@ -113,9 +116,9 @@ def test_each_hold_of_one_process_is_ended_by_itself(ledger: Ledger) -> None:
     assert ledger.hold(*places(stored)) == [True], "a second load of this process"
     removed(ledger, stored)
     ledger.release(*places(stored))
-    assert admin.gauges(ledger)["reserved"] == 1, "the second load still reads it"
+    assert gauge(ledger, "reserved") == 1, "the second load still reads it"
     ledger.release(*places(stored))
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_a_holder_that_leaves_frees_what_it_held(
@@ -126,11 +129,11 @@ def test_a_holder_that_leaves_frees_what_it_held(
     def hold_remove_leave() -> None:
         assert ledger.hold(*places(stored)) == [True]
         removed(ledger, stored)
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
         ledger.close()
 
     in_child(hold_remove_leave)
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
@@ -138,14 +141,14 @@ def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True])):
         pass
     removed(ledger, stored)
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(
     ledger: Ledger,
 ) -> None:
     """Otherwise each process that dies would leave a row for every chunk that it was reading."""
-    stored = put(ledger, keys(*range(4)), chained=False)
+    stored = put_alone(ledger, range(4))
     ledger.hold(*places(stored[:1]))
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):
         pass

@@ -14,7 +14,14 @@ from pagoda.base.metrics import Reason
 from pagoda.config import Config
 from pagoda.ledger import Ledger, Present, Refused, Reserved, admin
 from pagoda.testing import FakeClock
-from tests.ledger.support import TENANT, keys, put, spec, teach
+from tests.ledger.support import (
+    TENANT,
+    keys,
+    put,
+    put_alone,
+    spec,
+    teach,
+)
 
 SLOTS = 32
 
@@ -27,7 +34,7 @@ def opened(shm_root: Path, clock: FakeClock) -> Ledger:
 
 def full_of_better(ledger: Ledger, clock: FakeClock) -> None:
     teach(ledger, clock)
-    assert len(put(ledger, keys(*range(SLOTS)), chained=False)) == SLOTS
+    assert len(put_alone(ledger, range(SLOTS))) == SLOTS
     clock.advance(9)
 
 
@@ -112,11 +119,10 @@ def test_a_touch_raises_what_is_here_and_says_which_is_not(
     assert (later[[0, 2, 3]] >= 5e9).all()
     assert later[1] < 5e9
     assert (
-        ledger.columns.last_use[slots[0]],
-        ledger.columns.last_use[slots[3]],
-    ) == (
-        ledger.columns.last_use[slots[2]] + 2,
-        ledger.columns.last_use[slots[2]] - 1,
+        ledger.columns.last_use[slots[0]] == ledger.columns.last_use[slots[2]] + 2
+    )
+    assert (
+        ledger.columns.last_use[slots[3]] == ledger.columns.last_use[slots[2]] - 1
     )
     assert ledger.columns.hits[slots].tolist() == [asked, 0, asked, asked]
     assert ledger.touch([]) == []
@@ -143,7 +149,7 @@ def test_what_was_asked_for_before_it_went_counts_when_it_is_back(
     for _ in range(3):
         clock.advance(5)
         ledger.match_prefix(keys(1))
-    put(ledger, keys(*range(10, 10 + SLOTS)), chained=False)
+    put_alone(ledger, range(10, 10 + SLOTS))
     assert ledger.explain_miss(keys(1)[0]).reason is Reason.EVICTED
     put(ledger, keys(1))
     ((slot),) = ledger.match_prefix(keys(1), touch=False).slots.tolist()
@@ -189,7 +195,7 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
     ledger.upkeep_thread.learned[:] = np.nan
     ledger.upkeep_thread.run_once()
     assert np.isfinite(ledger.upkeep_thread.learned).all()
-    assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
+    assert len(put_alone(ledger, range(2 * SLOTS))) == 2 * SLOTS
     ledger.close()
 
 
@@ -211,7 +217,7 @@ def test_every_policy_that_has_a_name_can_be_had(
     assert Config(policy=name).policy == name
     ledger = Ledger.open(spec(shm_root, SLOTS), name)
     ledger.namespaces.register(TENANT, {"model": "test"})
-    assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
+    assert len(put_alone(ledger, range(2 * SLOTS))) == 2 * SLOTS
     assert type(ledger.evictor._policy).__name__.lower() == name
     ledger.close()
 

@@ -31,7 +31,12 @@ from pagoda.ledger.locks import (
     barrier,
 )
 from testbed.patience import Patience
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import Other, holding
 
 
@@ -289,7 +294,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(
         if os.fork() == 0:
             os.write(send, b"%d" % os.getpid())
             time.sleep(300)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
     assert wait(child(parent)) == -signal.SIGKILL
     orphan = int(os.read(receive, 100))

@@ -15,16 +15,24 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.ledger.transaction import BATCH
 from pagoda.testing import FakeClock
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     TENANT,
     Other,
+    gauge,
     keys,
+    matched,
     opened,
     places,
     present,
     put,
-    reserved,
+    put_alone,
+    rooms_for,
 )
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
@@ -45,7 +53,7 @@ def test_numbers_are_never_used_again(shm_root: Path) -> None:
 
 
 def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
-    stored = put(ledger, keys(*range(4)), chained=False)
+    stored = put_alone(ledger, range(4))
 
     def work() -> None:
         import numpy as np
@@ -53,13 +61,11 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
         slots = np.array([one.slot for one in stored])
         generations = np.array([one.generation for one in stored], np.uint64)
         assert all(ledger.hold(slots, generations))
-        assert (
-            len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
-        )
+        assert len(rooms_for(ledger, keys(10, 11, 12))) == 3
 
     with Other(work):
         assert admin.reap(ledger) == 0
-        assert admin.gauges(ledger)["members"] == 2
+        assert gauge(ledger, "members") == 2
     assert admin.reap(ledger) == 3
     assert admin.reap(ledger) == 0
     gauges = admin.gauges(ledger)
@@ -67,7 +73,7 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
     assert gauges["reserved"] == 0
     assert gauges["free"] == 28
     assert admin.counters(ledger)["reaped_chunks"] == 3
-    put(ledger, keys(*range(100, 200)), chained=False)
+    put_alone(ledger, range(100, 200))
     assert not any(present(ledger, keys(*range(4))))
 
 
@@ -78,16 +84,7 @@ def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(
 
     def work() -> None:
         for at in (0, 100):
-            assert (
-                len(
-                    reserved(
-                        ledger.reserve(
-                            keys(*range(at, at + 100)), namespace=TENANT
-                        )
-                    )
-                )
-                == 100
-            )
+            assert len(rooms_for(ledger, keys(*range(at, at + 100)))) == 100
 
     in_child(work)
     assert ledger.session.write(partial(members.reap, most=BATCH)) == BATCH
@@ -102,7 +99,7 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     ledger: Ledger,
 ) -> None:
     def work() -> None:
-        rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+        rooms = rooms_for(ledger, keys(1, 2))
         os.write(
             send,
             b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms),
@@ -120,9 +117,7 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     assert ledger.adopt(rooms[:1], 0) == [True]
     os.write(let_go, b"!")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 1, (
-        "only what nobody writes into is free"
-    )
+    assert gauge(ledger, "reserved") == 1, "only what nobody writes into is free"
     assert ledger.commit(rooms[:1]) == [True]
     assert ledger.commit(rooms[1:]) == [False]
     for end in (receive, send, go_on, let_go):
@@ -141,7 +136,7 @@ def test_a_chunk_in_memory_whose_member_died_right_after_the_commit_is_found(
     ledger.close()
     ledger = opened(shm_root)
     admin.reap(ledger)
-    assert len(ledger.match_prefix(keys(1, 2)).slots) == 2
+    assert matched(ledger, keys(1, 2)) == 2
     ledger.close()
 
 
@@ -166,7 +161,7 @@ def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(
 def test_what_the_dead_reserved_is_taken_back_when_room_is_short(
     ledger: Ledger,
 ) -> None:
-    put(ledger, keys(*range(100, 128)), chained=False)
+    put_alone(ledger, range(100, 128))
     in_child(
         lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1]
     )
@@ -193,26 +188,26 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
 ) -> None:
     def work() -> None:
         ledger.register_device()
-        assert len(reserved(ledger.reserve(keys(1, 2), namespace=TENANT))) == 2
+        assert len(rooms_for(ledger, keys(1, 2))) == 2
 
     Other(work).end()
     assert admin.reap(ledger) == 0
-    assert admin.gauges(ledger)["reserved"] == 2
-    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    assert gauge(ledger, "reserved") == 2
+    rooms = rooms_for(ledger, keys(1, 2))
     assert len(rooms) == 2
     assert all(ledger.commit(rooms))
     clock.advance(GRACE_SECONDS - 0.1)
     assert admin.reap(ledger) == 0
     clock.advance(0.2)
     assert admin.reap(ledger) == 2
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     assert all(present(ledger, keys(1, 2)))
 
 
 def test_the_grace_is_for_who_writes_and_not_for_who_reserved(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1, 2))
 
     def work() -> None:
         ledger.register_device()
@@ -220,7 +215,7 @@ def test_the_grace_is_for_who_writes_and_not_for_who_reserved(
 
     Other(work).end()
     assert admin.reap(ledger) == 0
-    assert admin.gauges(ledger)["reserved"] == 2
+    assert gauge(ledger, "reserved") == 2
     clock.advance(GRACE_SECONDS + 1)
     assert admin.reap(ledger) == 2
 
@@ -239,7 +234,7 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
     clock.reboot("next boot", seconds=5)
     again = opened(tmp_path, clock=clock, kind="file")
     assert not len(rebuild.unscanned(again))
-    assert not admin.gauges(again)["reserved"]
+    assert not gauge(again, "reserved")
     admin.check(again)
     again.close()
 
@@ -304,7 +299,7 @@ def test_too_many_members_are_refused_until_one_leaves(
     in_child(work)
     third.end()
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     ledger.close()
 
 
@@ -315,15 +310,13 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     ledger = opened(shm_root)
 
     def die() -> None:
-        monkeypatch.setattr(
-            session, "add_member", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        )
+        monkeypatch.setattr(session, "add_member", lambda *_: kill_self())
         admin.gauges(ledger)
 
     assert wait(child(die)) == -signal.SIGKILL
     in_child(lambda: (admin.gauges(ledger), None)[1])
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "members") == 1
     ledger.close()
 
 

@@ -31,6 +31,7 @@ from tests.ledger.support import (
     opened,
     present,
     put,
+    put_alone,
     reserved,
     small_store,
 )
@@ -329,7 +330,7 @@ def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(
     admin.check(ledger)
     rebuild.absorb(ledger, 6, [None] * 26)
     assert not len(rebuild.unscanned(ledger))
-    put(ledger, keys(*range(100, 200)), chained=False)
+    put_alone(ledger, range(100, 200))
     admin.check(ledger)
     ledger.close()
 
@@ -348,7 +349,7 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(
         for sequence, key in enumerate(keys(*range(100, 124)), 1)
     ]
     rebuild.absorb(ledger, 0, [*chain, *older])
-    put(ledger, keys(*range(200, 224)), chained=False)
+    put_alone(ledger, range(200, 224))
     assert not any(present(ledger, keys(*range(100, 124))))
     assert all(present(ledger, keys(*range(8))))
     put(ledger, keys(300, 301), chained=False)

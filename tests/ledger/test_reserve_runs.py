@@ -24,9 +24,11 @@ from tests.interrupts import Interrupted
 from tests.ledger.support import (
     PATIENT_SECONDS,
     TENANT,
+    gauge,
     keys,
     opened,
     put,
+    put_alone,
     reserved,
     shut_to_threads,
 )
@@ -96,7 +98,7 @@ def test_many_short_runs_take_one_transaction(ledger: Ledger) -> None:
 def test_a_full_store_evicts_for_all_runs_and_nothing_that_one_of_them_has(
     ledger: Ledger,
 ) -> None:
-    old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    old = put_alone(ledger, range(100, 100 + ledger.slots))
     kept = [one.key for one in old[:2]]  # the coldest
     runs = [
         run_of(ledger, keys(1, 2)),
@@ -113,7 +115,7 @@ def test_a_full_store_evicts_for_all_runs_and_nothing_that_one_of_them_has(
 def test_where_there_is_no_slot_for_all_the_first_runs_have_theirs(
     ledger: Ledger,
 ) -> None:
-    put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    put_alone(ledger, range(100, 100 + ledger.slots))
     quota = max(ledger.slots // 4, ledger.window)  # of one member
     runs = [run_of(ledger, keys(n)) for n in range(quota + 3)]
     outcomes = [one for each in reserve(ledger, runs) for one in each]
@@ -136,7 +138,7 @@ def test_no_runs_and_no_keys(ledger: Ledger) -> None:
         reserve(ledger, [run_of(ledger, keys(5)), run_of(ledger, [b"short"])])
     with pytest.raises(ValueError, match="part"):
         ledger.reserve_runs([run_of(ledger, keys(6))], parts=0)
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
 
 
 def test_without_time_every_run_is_told_so_and_nothing_is_kept(
@@ -148,7 +150,7 @@ def test_without_time_every_run_is_told_so_and_nothing_is_kept(
     assert outcomes == [
         [Refused(key, Reason.LEDGER_BUSY) for key in run.keys] for run in runs
     ]
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
 
 
 def test_an_interrupted_call_keeps_no_slot(
@@ -164,7 +166,7 @@ def test_an_interrupted_call_keeps_no_slot(
         patch.setattr(Ledger, "_note_reserved", interrupted)
         with pytest.raises(Interrupted):
             reserve(ledger, runs)
-    assert not admin.gauges(ledger)["reserved"]
+    assert not gauge(ledger, "reserved")
     assert [kinds(each) for each in reserve(ledger, runs)] == [
         [Reserved, Reserved],
         [Reserved],

@@ -35,13 +35,16 @@ from tests.ledger.support import (
     TENANT,
     Other,
     gate_taken,
+    gauge,
     keys,
+    matched,
     must,
     opened,
     places,
     present,
     put,
-    reserved,
+    put_alone,
+    rooms_for,
     spec,
 )
 
@@ -78,7 +81,7 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(
     def child() -> None:
         assert admin.remove(ledger, [old]) == 1
         for _ in range(8):
-            [room] = reserved(ledger.reserve([new], namespace=TENANT))
+            [room] = rooms_for(ledger, [new])
             assert ledger.commit([room]) == [True]
             if room.slot == slot:
                 return
@@ -117,7 +120,7 @@ def test_a_chunk_that_is_gone_is_no_longer_valid(
             one.key, one.slot, one.generation, Reason.FAILED_CHECK
         )
     else:
-        put(ledger, keys(*range(100, 100 + SLOTS)), chained=False)
+        put_alone(ledger, range(100, 100 + SLOTS))
     assert ledger.still_valid(slots, generations).tolist() == [False]
     assert not len(ledger.match_prefix([one.key]).slots)
 
@@ -125,7 +128,7 @@ def test_a_chunk_that_is_gone_is_no_longer_valid(
 def test_an_aborted_reservation_was_never_valid_to_a_reader(
     ledger: Ledger,
 ) -> None:
-    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(1))
     ledger.abort([room])
     assert ledger.still_valid(*places([room])).tolist() == [False]
     assert ledger.commit([room]) == [False]
@@ -153,31 +156,31 @@ def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
 
 
 def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
-    room = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    room = rooms_for(ledger, keys(1))
+    assert not matched(ledger, keys(1))
     assert ledger.match_prefix(keys(1)).reason is Reason.BUSY
     assert ledger.commit(room) == [True]
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
 
 
 def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
-    room = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    room = rooms_for(ledger, keys(1), parts=2)
     assert ledger.commit(room, part=1) == [CommitResult.PART]
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert not matched(ledger, keys(1))
     assert ledger.commit(room, part=1) == [False], (
         "the same part twice is not both parts"
     )
-    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert not matched(ledger, keys(1))
     assert ledger.commit(room, part=0) == [CommitResult.WHOLE]
-    assert len(ledger.match_prefix(keys(1)).slots) == 1
+    assert matched(ledger, keys(1)) == 1
 
 
 def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    [slow] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [slow] = rooms_for(ledger, keys(1))
     clock.advance(60)
-    [quick] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    [quick] = rooms_for(ledger, keys(1))
     assert quick.slot != slow.slot
     assert ledger.commit([slow]) == [False]
     assert ledger.commit([quick]) == [True]
@@ -192,7 +195,7 @@ def test_what_is_in_flight_during_a_clear_does_not_come_in(
     ledger: Ledger, whole: bool
 ) -> None:
     put(ledger, keys(1), OTHER)
-    room = reserved(ledger.reserve(keys(2), namespace=TENANT))
+    room = rooms_for(ledger, keys(2))
     admin.clear(ledger, None if whole else TENANT)
     assert ledger.commit(room) == [False]
     assert present(ledger, keys(1, 2)) == [not whole, False]
@@ -240,7 +243,7 @@ def filling(ledger: Ledger, *numbers: int) -> Other:
     """Let another process reserve some keys."""
 
     def work() -> None:
-        rooms = reserved(ledger.reserve(keys(*numbers), namespace=TENANT))
+        rooms = rooms_for(ledger, keys(*numbers))
         assert len(rooms) == len(numbers)
 
     return Other(work)
@@ -254,11 +257,11 @@ def test_the_reservation_of_a_living_member_is_never_taken_back(
         assert admin.reap(ledger) == 0
         for start in range(100, 100 + 4 * SLOTS):
             put(ledger, keys(start))
-        assert admin.gauges(ledger)["reserved"] == 2
+        assert gauge(ledger, "reserved") == 2
         admin.check(ledger)
     admin.reap(ledger)
-    assert admin.gauges(ledger)["reserved"] == 0
-    assert admin.gauges(ledger)["members"] == 1
+    assert gauge(ledger, "reserved") == 0
+    assert gauge(ledger, "members") == 1
 
 
 def test_a_stopped_member_lives(ledger: Ledger) -> None:
@@ -266,7 +269,7 @@ def test_a_stopped_member_lives(ledger: Ledger) -> None:
         os.kill(other.pid, signal.SIGSTOP)
         time.sleep(0.05)
         assert admin.reap(ledger) == 0
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
         [outcome] = ledger.reserve(keys(1), namespace=TENANT)
         assert isinstance(outcome, Busy)
         assert outcome.owner != ledger.session.member
@@ -281,17 +284,17 @@ def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(
     assert isinstance(outcome, Reserved)
     assert ledger.commit([outcome]) == [True]
     admin.reap(ledger)
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 def test_a_living_members_holds_keep_and_a_dead_ones_do_not(
     ledger: Ledger,
 ) -> None:
-    kept = put(ledger, keys(*range(4)), chained=False)
+    kept = put_alone(ledger, range(4))
     with Other(lambda: must(all(ledger.hold(*places(kept))))):
-        put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
+        put_alone(ledger, range(100, 100 + 2 * SLOTS))
         assert all(present(ledger, keys(*range(4))))
-    put(ledger, keys(*range(300, 300 + SLOTS)), chained=False)
+    put_alone(ledger, range(300, 300 + SLOTS))
     assert not any(present(ledger, keys(*range(4))))
 
 
@@ -299,7 +302,7 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
     ledger: Ledger,
 ) -> None:
     def work() -> bytes:
-        [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+        [room] = rooms_for(ledger, keys(1), parts=2)
         return f"{room.slot} {room.generation}".encode()
 
     with Other(work) as other:
@@ -307,7 +310,7 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
         room = Reserved(keys(1)[0], slot, generation)
         assert ledger.adopt([room], 1) == [True]
     assert admin.reap(ledger) == 0
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
     assert ledger.adopt([room], 0) == [True]
     assert ledger.commit([room], 0) == [CommitResult.PART]
     assert ledger.commit([room], 1) == [CommitResult.WHOLE]
@@ -315,7 +318,7 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
 
 
 def test_a_part_is_only_committed_by_its_writer(ledger: Ledger) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
 
     def stranger() -> None:
         assert ledger.commit(rooms) == [False]
@@ -327,23 +330,23 @@ def test_a_part_is_only_committed_by_its_writer(ledger: Ledger) -> None:
 def test_a_stranger_cannot_abort_what_a_living_member_fills(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1))
     in_child(lambda: ledger.abort(rooms))
-    assert admin.gauges(ledger)["reserved"] == 1
+    assert gauge(ledger, "reserved") == 1
     assert ledger.commit(rooms) == [True]
 
 
 def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_done(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    rooms = rooms_for(ledger, keys(1), parts=2)
     with Other(lambda: must(ledger.adopt(rooms, 1) == [True])):
         ledger.abort(rooms)
         assert admin.reap(ledger) == 0
-        assert admin.gauges(ledger)["reserved"] == 1
+        assert gauge(ledger, "reserved") == 1
         assert ledger.commit(rooms, 0) == [False]
     assert admin.reap(ledger) == 1
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
 
 
 # waiting
@@ -353,7 +356,7 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(
     ledger: Ledger,
 ) -> None:
     [stored] = put(ledger, keys(1))
-    [room] = reserved(ledger.reserve(keys(2), namespace=TENANT))
+    [room] = rooms_for(ledger, keys(2))
     with gate_taken(ledger):
         for call in (
             lambda: ledger.match_prefix(keys(1), deadline_seconds=0.1),
@@ -379,7 +382,7 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(
             "validity needs no gate"
         )
     put(ledger, keys(4))
-    assert admin.gauges(ledger)["reserved"] == 0, (
+    assert gauge(ledger, "reserved") == 0, (
         "the next transaction has done the late commit"
     )
     assert admin.counters(ledger)["miss_ledger_busy"] >= 2
@@ -388,11 +391,11 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(
 def test_an_abort_that_was_late_is_done_by_the_next_transaction(
     ledger: Ledger,
 ) -> None:
-    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    rooms = rooms_for(ledger, keys(1, 2))
     with gate_taken(ledger):
         ledger.abort(rooms, deadline_seconds=0.05)
     put(ledger, keys(5))
-    assert admin.gauges(ledger)["reserved"] == 0
+    assert gauge(ledger, "reserved") == 0
     assert present(ledger, keys(1, 2, 5)) == [False, False, True]
 
 

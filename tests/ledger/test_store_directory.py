@@ -17,7 +17,12 @@ from pagoda.ledger import Ledger, admin, rebuild, slab_pages, store_directory
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state
 from testbed.patience import Patience
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     TENANT,
     Other,
@@ -419,7 +424,7 @@ def test_a_crash_in_the_middle_of_a_resize(
 
     def crash() -> None:
         def die(*_: object, **__: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self()
 
         monkeypatch.setattr(store_directory, step, die)
         opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]

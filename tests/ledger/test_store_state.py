@@ -112,7 +112,8 @@ def test_a_full_disk_hinders_no_write(tmp_path: Path) -> None:
 
 def test_marks_are_of_one_incarnation_each(tmp_path: Path) -> None:
     write_state(tmp_path, state_of())
-    assert not any(is_marked(tmp_path, mark, 1) for mark in TableMark)
+    for mark in TableMark:
+        assert not is_marked(tmp_path, mark, 1)
     set_mark(tmp_path, TableMark.DAMAGED, 5)
     assert is_marked(tmp_path, TableMark.DAMAGED, 5)
     assert not is_marked(tmp_path, TableMark.DAMAGED, 6)

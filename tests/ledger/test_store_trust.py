@@ -20,7 +20,12 @@ from pagoda.ledger import (
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import Kind, read_state, write_state
 from pagoda.testing import FakeClock
-from tests.children import child, in_child, wait
+from tests.children import (
+    child,
+    in_child,
+    kill_self,
+    wait,
+)
 from tests.ledger.support import (
     TENANT,
     Other,
@@ -218,7 +223,7 @@ def test_a_crash_in_the_middle_of_a_rebuild(
         monkeypatch.setattr(
             store_directory,
             step,
-            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
+            lambda *_, **__: kill_self(),
         )
         opened(tmp_path, kind="file")
 

@@ -30,10 +30,12 @@ from tests.ledger.support import (
     OTHER,
     TENANT,
     gate_taken,
+    gauge,
     keys,
     opened,
     present,
     put,
+    put_alone,
     reserved,
     small_store,
 )
@@ -114,7 +116,8 @@ def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> Non
     for number in range(MANY):
         put(ledger, keys(number), tenant(number))
         assert admin.clear(ledger, tenant(number)) == 1
-    assert not any(row.chunks for row in admin.list_namespaces(ledger).values())
+    for row in admin.list_namespaces(ledger).values():
+        assert not row.chunks
     put(ledger, keys(*range(20)), tenant(MANY))
     admin.check(ledger)
     assert sizes(ledger) == begun
@@ -129,7 +132,7 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
             tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100}
         )
         put(ledger, keys(number), tenant(number), chained=False)
-    assert admin.gauges(ledger)["ready"] == 6000
+    assert gauge(ledger, "ready") == 6000
     assert all(present(ledger, keys(*range(6000))))
     admin.check(ledger)
     assert admin.clear(ledger, tenant(77)) == 1
@@ -138,7 +141,7 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
 
 
 def test_a_tenant_that_gets_no_room_leaves_nothing(ledger: Ledger) -> None:
-    put(ledger, keys(*range(32)), chained=False)
+    put_alone(ledger, range(32))
     admin.pin(ledger, keys(*range(8)), "ann")
     match = ledger.match_prefix(keys(*range(32)))
     ledger.hold(match.slots, match.generations)
@@ -406,10 +409,8 @@ def test_a_name_is_registered_without_a_transaction_of_its_own(
 
 def _knows(directory: Path, count: int) -> None:
     known = admin.list_namespaces(Ledger.attach(directory, clock=FakeClock()))
-    assert all(
-        known[tenant(number)].fields == {"model": f"{number}"}
-        for number in range(count)
-    )
+    for number in range(count):
+        assert known[tenant(number)].fields == {"model": f"{number}"}
 
 
 def test_a_flood_of_names_loses_none_that_is_registered_again(

@@ -42,7 +42,8 @@ def with_binary() -> dict[str, str]:
 def printed(*words: object, **variables: str) -> tuple[list[str], str]:
     """Return the command that would be started, and where the proxy would listen."""
     done = done_here("llama-server", "--print", *words, **variables)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     command, listen = done.stdout.splitlines()
     return shlex.split(command), listen
 
@@ -152,7 +153,8 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "why"), REFUSED)
 def test_wrong_use_is_one_line(words: str, why: str) -> None:
     done = done_here("llama-server", *words.split(), **with_binary())
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert why in done.stderr
 

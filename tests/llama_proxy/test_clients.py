@@ -160,7 +160,8 @@ def test_curl_shows_an_answer_as_it_comes(
         for line in lines
         if line.startswith("data: {")
     ]
-    assert all("prompt_progress" not in event for event in events)
+    for event in events:
+        assert "prompt_progress" not in event
     said = [
         event["choices"][0]["delta"].get("content") or ""
         for event in events

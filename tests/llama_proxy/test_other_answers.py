@@ -311,7 +311,8 @@ def test_a_slot_whose_requests_are_not_numbered_may_have_been_used(
         wait_until(lambda: slots[0].stored_tokens)
         # two prompts, in both slots
         assert proxy.complete(["ab" * 50, "cd" * 50]).status == 200
-        assert not any(slot.is_known for slot in slots)
+        for slot in slots:
+            assert not slot.is_known
 
 
 # ---- changes of streams
@@ -461,8 +462,7 @@ def test_streams_in_another_form(
             text = "".join(str(event.get("content", "")) for event in events)
             assert text == expected
             # nobody has asked for it
-            assert not any(
-                isinstance(event.get("prompt_progress"), dict) for event in events
-            )
+            for event in events:
+                assert not isinstance(event.get("prompt_progress"), dict)
         check_free(proxy)
     check_nothing_went_wrong(caplog)

@@ -493,7 +493,8 @@ def test_two_keys_share_nothing(server: LlamaServer, tmp_path: Path) -> None:
     with running_proxy(server, tmp_path, api_keys=keys) as proxy:
         proxy.post("/completion", body, keys[0])
         other = proxy.post("/completion", body, keys[1])
-        assert (other.told["held"], other.told["loaded"]) == ("0", "0")
+        assert other.told["held"] == "0"
+        assert other.told["loaded"] == "0"
         assert "salt" not in other.headers["X-Pagoda"]
         cached = other.json["timings"]["cache_n"]  # type: ignore[index]
         assert cached == 0
@@ -542,7 +543,8 @@ def test_a_server_with_a_key_refuses_those_who_have_none(
         assert proxy.send("GET", "/pagoda").status == 401
         assert proxy.send("GET", "/health").status == 200
         answer = proxy.post("/completion", body, "right")
-        assert (answer.status, answer.told["loaded"]) == (200, "0")
+        assert answer.status == 200
+        assert answer.told["loaded"] == "0"
 
 
 def test_moved_kv_is_never_stored(server: LlamaServer) -> None:
@@ -572,7 +574,8 @@ def test_a_change_of_adapters_empties_the_slots(tmp_path: Path) -> None:
         without = proxy.complete(TEXT)
         expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
         assert without.text == expected
-        assert (without.told["held"], without.told["loaded"]) == ("0", "0")
+        assert without.told["held"] == "0"
+        assert without.told["loaded"] == "0"
         change = json.dumps([{"id": 0, "scale": 1.0}]).encode()
         proxy.send("POST", "/lora-adapters", change)
         assert proxy.complete(TEXT).text == with_it

@@ -153,7 +153,8 @@ def test_an_answer_is_the_same_however_it_comes(
     else:
         answer += b"\r\n" + whole
     found, body = read_in_pieces(answer, sizes, ends=form == "end")
-    assert (found.status, found.reason) == (201, "Made it")
+    assert found.status == 201
+    assert found.reason == "Made it"
     assert found.headers.getall("x-name") == ["a: b", "c"]
     assert "a" not in found.headers
     assert body == whole

@@ -787,9 +787,11 @@ def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
             accounts = proxy.proxy._accounts
             (other,) = accounts.free
             wait_until(lambda: not other.is_known)
-            assert not any(slot.is_known for slot in accounts.all)
+            for slot in accounts.all:
+                assert not slot.is_known
         wait_until(lambda: len(accounts.free) == 2)
-        assert not any(slot.is_known for slot in accounts.all)
+        for slot in accounts.all:
+            assert not slot.is_known
 
 
 @pytest.mark.slow
@@ -814,7 +816,8 @@ def test_who_has_an_answer_finds_the_accounts_right(
             # two prompts, which the proxy does not follow
             asked = [TEXT + "a", f"{number} {TEXT}"]
             proxy.complete(asked, stream=is_streamed)
-            assert not any(slot.is_known for slot in slots)
+            for slot in slots:
+                assert not slot.is_known
             assert not in_use()
             refused = proxy.complete(TEXT, n_predict="x", stream=is_streamed)
             assert refused.status == 400

@@ -70,7 +70,8 @@ def check_exact(
 def check_equal(
     answer: Completion, control: Completion, hits: int, most_distance: float = 0.0
 ) -> None:
-    assert (answer.hits, control.hits) == (hits, hits)
+    assert answer.hits == hits
+    assert control.hits == hits
     assert answer.tokens == control.tokens
     assert answer.distance(control) <= most_distance
     if not most_distance:

@@ -131,7 +131,8 @@ def test_the_first_command_keeps_a_prompt_over_a_restart(
                 words += {"pagoda top": " --once"}.get(start, "")
                 assert shown in run(words, environment), start
     cold, warm = said
-    assert (int(cold[2]), int(cold[3])) == (0, 0)
+    assert int(cold[2]) == 0
+    assert int(cold[3]) == 0
     assert int(warm[2]) == 0
     assert int(warm[3]) >= 256
     assert list((home / "kv").iterdir())
@@ -194,7 +195,8 @@ def test_the_example_reuses_its_prompt_after_a_restart(
             )
             server.server.restart()
     cold, warm = said
-    assert cold is not None and warm is not None
+    assert cold is not None
+    assert warm is not None
     assert int(cold[1]) == 0
     assert int(warm[1]) == int(warm[2]) - 4
 

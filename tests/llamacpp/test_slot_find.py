@@ -121,7 +121,8 @@ def test_a_find_obeys_the_minimum_and_the_context(
         # of 512 tokens one must be left
         assert states.find(tokens).num_tokens == 448
         refused = states.find(tokens[:390])
-        assert (refused.num_tokens, refused.reason) == (0, Reason.BELOW_MINIMUM)
+        assert refused.num_tokens == 0
+        assert refused.reason == Reason.BELOW_MINIMUM
 
 
 def test_a_find_and_the_load_after_it_are_one_look_up(models: Path) -> None:
@@ -166,18 +167,21 @@ def test_only_what_can_be_used_counts_as_a_hit(models: Path) -> None:
         assert states.store(whole, 0)
         assert not states.find(tokens)
         counters = states.stats()["counters"]
-        assert (counters["lookups"], counters["hits"]) == (1, 0)
+        assert counters["lookups"] == 1
+        assert counters["hits"] == 0
         assert counters["hit_tokens"] == 0
         assert counters["miss_absent"] == 1
         assert states.find([*whole, 5, 6])
         counters = states.stats()["counters"]
-        assert (counters["lookups"], counters["hits"]) == (2, 1)
+        assert counters["lookups"] == 2
+        assert counters["hits"] == 1
         assert counters["hit_tokens"] == CHUNKS
         server.complete(tokens[:150], predict=0, cache_prompt=False)
         assert states.store(tokens[:150], 0)
         assert not states.find(tokens[:160])
         counters = states.stats()["counters"]
-        assert (counters["lookups"], counters["hits"]) == (3, 1)
+        assert counters["lookups"] == 3
+        assert counters["hits"] == 1
         assert counters["miss_below_minimum"] == 1
 
 

@@ -246,7 +246,8 @@ def read_chunks(
     slots = [np.full(size + 3, 7, np.uint8) for _ in range(whole)]
     for group in grouped(rng, list(range(whole))):
         source.to_slots([n * CHUNK for n in group], [slots[n] for n in group])
-    assert all((slot[size:] == 7).all() for slot in slots)
+    for slot in slots:
+        assert (slot[size:] == 7).all()
     return slots
 
 

@@ -29,7 +29,8 @@ def lmcache(tmp_path: Path) -> Path:
 def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     made = tmp_path / "pagoda.toml"
     done = pagoda("config", "import", lmcache, "-o", made)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
     assert f"pagoda config allow {made}" in done.stderr
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
     options = answer("config", "show", "--config", made)["options"]
@@ -101,7 +102,8 @@ def test_json_names_each_field_and_its_verdict(lmcache: Path) -> None:
         if one["verdict"] == "not supported"
     ] == ["enable_p2p"]
     found = answer("config", "import", lmcache, "--force")
-    assert found["ok"] is True and found["options"]["chunk_tokens"] == 128  # type: ignore[index]
+    assert found["ok"] is True
+    assert found["options"]["chunk_tokens"] == 128  # type: ignore[index]
 
 
 def test_variables_count_alone_and_over_a_file(lmcache: Path) -> None:

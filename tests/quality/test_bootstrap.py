@@ -85,7 +85,9 @@ def test_confidence_makes_it_wider() -> None:
 
 def test_draws_without_a_whole_are_left_out() -> None:
     found = ratio_interval([1, 0, 0], [1, 0, 0])
-    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
+    assert found.value == 1.0
+    assert found.low == 1.0
+    assert found.high == 1.0
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,8 @@ def saved(
 ) -> None:
     """Store a chain through a tier that is closed when this returns."""
     with tier_on(remote, layout, codec=codec) as tier:
-        assert all(
-            end.ok for end in ends(tier.store(chunks_of(keys, layout), ROOT))
-        )
+        for end in ends(tier.store(chunks_of(keys, layout), ROOT)):
+            assert end.ok
 
 
 def load(

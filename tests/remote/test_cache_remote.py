@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import redis as client
 
 from pagoda import codec
 from pagoda.base.metrics import Reason
@@ -25,15 +24,18 @@ from tests.cache.kit import (
     blank,
     config_of,
     counters_of,
+    hit_of,
     keys_of,
     kv_of,
     prompt,
+    put,
     run_all,
     served,
     stored,
 )
 from tests.remote.chunks import fresh_prefix, soon
 from tests.remote.proxy import Fault, proxy_to
+from tests.remote.redis_kit import redis_client
 
 PATIENT = "deadline=30s&look=30s"
 TENANT = {"salt": "a tenant"}
@@ -67,9 +69,7 @@ def test_one_line_adds_a_tier(shm_root: Path, tmp_path: Path, url: str) -> None:
         assert cache.tiers == ("host", "disk", "redis")
         stored(cache, prompt(10))
         for tier in cache.tiers:
-            assert served(cache, prompt(10), tiers=[tier])[0].by_tier == {
-                tier: 160
-            }
+            assert hit_of(cache, prompt(10), tiers=[tier]).by_tier == {tier: 160}
 
 
 def test_the_remote_tier_serves_what_the_others_have_lost(
@@ -80,9 +80,9 @@ def test_the_remote_tier_serves_what_the_others_have_lost(
         stored(cache, tokens)
     with cache_over(url, shm_root / "after", tmp_path / "after") as cache:
         assert cache.lookup(tokens, counted=False).by_tier == {"redis": 160}
-        assert served(cache, tokens)[0].by_tier == {"redis": 160}
+        assert hit_of(cache, tokens).by_tier == {"redis": 160}
         # it was loaded during the call
-        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert hit_of(cache, tokens).by_tier == {"host": 160}
         assert counters_of(cache)["hit_tokens_remote"] == 160
 
 
@@ -96,10 +96,10 @@ def test_one_run_from_three_tiers(
         url, shm_root / "2", tmp_path / "2", write_policy="write_through"
     ) as cache:
         head = tokens[: 8 * CHUNK]
-        cache.store(head, kv_of(head).transfer, tiers=["disk"])
+        put(cache, head, tiers=["disk"])
         assert cache.flush(100)
         head = tokens[: 4 * CHUNK]
-        cache.store(head, kv_of(head).transfer, tiers=["host"])
+        put(cache, head, tiers=["host"])
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"host": 64, "disk": 64, "redis": 64}
 
@@ -115,7 +115,7 @@ def test_a_store_is_asked_once_for_what_is_behind_holes(
         for at in gone:
             cache._tiers.lower[0].remove(keys[at])
     with cache_over(url, shm_root) as cache:
-        with client.Redis(port=server.port) as truth:
+        with redis_client(server) as truth:
             truth.config_resetstat()
             kv = blank(tokens)
             hit = cache.retrieve(tokens, kv.transfer, pieces=True)
@@ -159,9 +159,9 @@ def test_a_request_may_skip_tiers(
 ) -> None:
     tokens = prompt(4)
     with cache_over(url, shm_root, tmp_path) as cache:
-        cache.store(tokens, kv_of(tokens).transfer, tiers=["host", "disk"])
+        put(cache, tokens, tiers=["host", "disk"])
         assert cache.flush(100)
-        assert served(cache, tokens, tiers=["redis"])[0].num_tokens == 0
+        assert hit_of(cache, tokens, tiers=["redis"]).num_tokens == 0
         stored(cache, prompt(4, 1))
         assert served(cache, prompt(4, 1), tiers=["disk", "redis"])[
             0
@@ -178,10 +178,10 @@ def test_a_remote_tier_alone(url: str) -> None:
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"redis": 320}
         assert hit.reason is None
-        assert cache.store(tokens, kv_of(tokens).transfer).present == 20
+        assert put(cache, tokens).present == 20
         assert cache.stats()["staging_buffers"] == 0
         longer = prompt(25)
-        assert served(cache, longer)[0].num_tokens == 320
+        assert hit_of(cache, longer).num_tokens == 320
 
 
 def test_a_header_names_the_chunk_before_it(
@@ -189,7 +189,7 @@ def test_a_header_names_the_chunk_before_it(
 ) -> None:
     """`pagoda warm` needs that."""
     tokens = prompt(4)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with cache_over(url, shm_root) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
@@ -209,10 +209,10 @@ def test_compressed_and_plain_chunks_in_one_store(
     with cache_over(url + "&codec=zstd", shm_root / "1") as cache:
         stored(cache, prompt(4))
     with cache_over(url, shm_root / "2") as cache:
-        assert served(cache, prompt(4))[0].by_tier == {"redis": 64}
+        assert hit_of(cache, prompt(4)).by_tier == {"redis": 64}
         stored(cache, prompt(4, 1))
     with cache_over(url + "&codec=zstd", shm_root / "3") as cache:
-        assert served(cache, prompt(4, 1))[0].by_tier == {"redis": 64}
+        assert hit_of(cache, prompt(4, 1)).by_tier == {"redis": 64}
 
 
 def test_two_remote_tiers_are_filled_and_asked(shm_root: Path, url: str) -> None:
@@ -223,9 +223,7 @@ def test_two_remote_tiers_are_filled_and_asked(shm_root: Path, url: str) -> None
     with cache_over([url, far], shm_root / "2") as cache:
         cache.clear()
         stored(cache, prompt(4, 1))
-        assert served(cache, prompt(4, 1), tiers=["far"])[0].by_tier == {
-            "far": 64
-        }
+        assert hit_of(cache, prompt(4, 1), tiers=["far"]).by_tier == {"far": 64}
 
 
 def test_a_prompt_is_brought_up_before_it_is_asked_for(
@@ -235,7 +233,7 @@ def test_a_prompt_is_brought_up_before_it_is_asked_for(
         stored(cache, prompt(10))
     with cache_over(url, shm_root / "after") as cache:
         assert cache.prefetch(prompt(10)).result(60).by_tier == {"redis": 160}
-        assert served(cache, prompt(10))[0].by_tier == {"host": 160}
+        assert hit_of(cache, prompt(10)).by_tier == {"host": 160}
 
 
 def test_what_was_not_there_is_found_soon_after_it_came(
@@ -248,28 +246,25 @@ def test_what_was_not_there_is_found_soon_after_it_came(
         cache_over(url, shm_root / "1") as one,
         cache_over(url, shm_root / "2") as two,
     ):
-        assert served(two, prompt(4))[0].num_tokens == 0
+        assert hit_of(two, prompt(4)).num_tokens == 0
         stored(one, prompt(4))
-        wait_until(lambda: served(two, prompt(4))[0].num_tokens == 64, 20)
+        wait_until(lambda: hit_of(two, prompt(4)).num_tokens == 64, 20)
 
 
 def test_a_server_that_forgets_is_filled_again(
     shm_root: Path, server: Server, url: str
 ) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     prefix = url.split("prefix=")[1].split("&")[0]
     with cache_over(url, shm_root / "1") as cache:
         stored(cache, prompt(6))
         for name in truth.scan_iter(f"{prefix}:*"):
             truth.delete(name)
-        assert served(cache, prompt(6))[0].by_tier == {"host": 96}
-        assert served(cache, prompt(6), tiers=["redis"])[0].num_tokens == 0
-        assert (
-            cache.store(prompt(6, 1), kv_of(prompt(6, 1)).transfer).num_chunks
-            == 6
-        )
+        assert hit_of(cache, prompt(6)).by_tier == {"host": 96}
+        assert hit_of(cache, prompt(6), tiers=["redis"]).num_tokens == 0
+        assert put(cache, prompt(6, 1)).num_chunks == 6
         assert cache.flush(100)
-        assert served(cache, prompt(6, 1), tiers=["redis"])[0].num_tokens == 96
+        assert hit_of(cache, prompt(6, 1), tiers=["redis"]).num_tokens == 96
 
 
 # ---- tenants, weights, clear
@@ -288,17 +283,16 @@ def test_clear_of_a_tenant_leaves_the_others(
         for tier in cache.tiers:
             wait_until(
                 lambda tier=tier: (
-                    served(cache, tokens, tiers=[tier], **TENANT)[0].num_tokens
-                    == 0
+                    hit_of(cache, tokens, tiers=[tier], **TENANT).num_tokens == 0
                 )
             )  # type: ignore[misc]
             wait_until(
                 lambda tier=tier: (
-                    served(cache, tokens, tiers=[tier])[0].by_tier == {tier: 96}
+                    hit_of(cache, tokens, tiers=[tier]).by_tier == {tier: 96}
                 )
             )  # type: ignore[misc]
         assert cache.clear(everything=True).chunks["redis"] == 6
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
 
 
 def test_two_tenants_never_share(url: str) -> None:
@@ -344,7 +338,7 @@ def test_a_limit_ends_a_load_whose_chunks_still_come(
             proxy.heal()
             wait_until(
                 lambda: (
-                    served(cache, prompt(12), limit_seconds=30.0)[0].num_tokens
+                    hit_of(cache, prompt(12), limit_seconds=30.0).num_tokens
                     == 12 * CHUNK
                 )
             )
@@ -359,15 +353,14 @@ def test_weights_that_changed_here_only_are_not_shared(
     ):
         stored(one, prompt(4))
         one.weights_changed()
-        assert served(one, prompt(4))[0].num_tokens == 0
+        assert hit_of(one, prompt(4)).num_tokens == 0
         stored(one, prompt(4))
-        assert served(one, prompt(4))[0].by_tier == {"host": 64}
+        assert hit_of(one, prompt(4)).by_tier == {"host": 64}
         assert (
-            served(one, prompt(4), tiers=["redis"])[0].reason
-            is Reason.TIER_SKIPPED
+            hit_of(one, prompt(4), tiers=["redis"]).reason is Reason.TIER_SKIPPED
         )
         # it has the old weights
-        assert served(two, prompt(4))[0].by_tier == {"redis": 64}
+        assert hit_of(two, prompt(4)).by_tier == {"redis": 64}
 
 
 @pytest.mark.parametrize(
@@ -381,7 +374,7 @@ def test_what_new_weights_computed_does_not_leave_the_machine(
     """
     with (
         cache_over(url, shm_root, tmp_path, write_policy=write_policy) as cache,
-        client.Redis(port=server.port) as store,
+        redis_client(server) as store,
     ):
         prefix = url.partition("prefix=")[2].partition("&")[0]
         cache.weights_changed()
@@ -393,8 +386,7 @@ def test_what_new_weights_computed_does_not_leave_the_machine(
         assert cache.flush(60)
         wait_until(
             lambda: (
-                served(cache, prompt(4), tiers=["disk"])[0].num_tokens
-                == 4 * CHUNK
+                hit_of(cache, prompt(4), tiers=["disk"]).num_tokens == 4 * CHUNK
             )
         )
         assert not list(store.scan_iter(f"{prefix}*"))
@@ -408,9 +400,9 @@ def test_a_named_version_is_shared_by_machines(shm_root: Path, url: str) -> None
         one.weights_changed()
         one.weights_changed("step 1")
         stored(one, prompt(4))
-        assert served(two, prompt(4))[0].num_tokens == 0
+        assert hit_of(two, prompt(4)).num_tokens == 0
         two.weights_changed("step 1")
-        assert served(two, prompt(4))[0].by_tier == {"redis": 64}
+        assert hit_of(two, prompt(4)).by_tier == {"redis": 64}
 
 
 def test_weights_that_changed_everywhere(shm_root: Path, url: str) -> None:
@@ -436,7 +428,7 @@ def _retrieves(url: str, root: Path, seed: int) -> None:
         hit, kv = served(cache, prompt(8, seed))
         assert hit.by_tier == {"redis": 128}
         assert kv.same(kv_of(prompt(8, seed)))
-        assert served(cache, prompt(8, seed))[0].by_tier == {"host": 128}
+        assert hit_of(cache, prompt(8, seed)).by_tier == {"host": 128}
 
 
 @pytest.mark.slow
@@ -452,7 +444,7 @@ def _both(url: str, root: Path, begin: int) -> None:
         for step in range(12):
             tokens = prompt(6, (begin + step) % 8)
             served(cache, tokens)  # right bytes or a miss
-            cache.store(tokens, kv_of(tokens).transfer)
+            put(cache, tokens)
         assert cache.flush(100)
 
 
@@ -468,16 +460,16 @@ def test_processes_that_store_and_retrieve_the_same_at_once(
     )
     with cache_over(url, None) as cache:
         tokens = sum(
-            served(cache, prompt(6, seed))[0].num_tokens for seed in range(8)
+            hit_of(cache, prompt(6, seed)).num_tokens for seed in range(8)
         )
         # a host tier that small may have lost some before they were written
         assert tokens > 4 * 6 * CHUNK
 
 
 def _in_child(cache: Cache) -> None:
-    assert served(cache, prompt(5), tiers=["redis"])[0].num_tokens == 80
+    assert hit_of(cache, prompt(5), tiers=["redis"]).num_tokens == 80
     stored(cache, prompt(5, 1))
-    assert served(cache, prompt(5, 1), tiers=["redis"])[0].num_tokens == 80
+    assert hit_of(cache, prompt(5, 1), tiers=["redis"]).num_tokens == 80
 
 
 def test_a_forked_child_goes_on_with_connections_of_its_own(
@@ -494,8 +486,7 @@ def test_a_forked_child_goes_on_with_connections_of_its_own(
         assert process.exitcode == 0
         for seed in range(3):
             assert (
-                served(cache, prompt(5, seed), tiers=["redis"])[0].num_tokens
-                == 80
+                hit_of(cache, prompt(5, seed), tiers=["redis"]).num_tokens == 80
             )
 
 
@@ -513,16 +504,16 @@ def test_an_engine_that_dies_and_comes_back(
             server.kill()
             for seed in range(1, 6):
                 tokens = prompt(4, seed)
-                assert served(cache, tokens)[0].num_tokens == 0
-                assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
-                assert served(cache, tokens)[0].by_tier == {"host": 64}
+                assert hit_of(cache, tokens).num_tokens == 0
+                assert put(cache, tokens).num_chunks == 4
+                assert hit_of(cache, tokens).by_tier == {"host": 64}
             server.restart()
 
             def comes_back() -> bool:
                 tokens = prompt(4, 50 + len(tried))
                 tried.append(tokens)
                 stored(cache, tokens)
-                return served(cache, tokens, tiers=["redis"])[0].num_tokens == 64
+                return hit_of(cache, tokens, tiers=["redis"]).num_tokens == 64
 
             tried: list[object] = []
             wait_until(comes_back, 30)
@@ -547,9 +538,7 @@ def test_no_call_hangs_while_the_engine_stands_still(
                     lambda tokens=tokens: cache.retrieve(
                         tokens, blank(tokens).transfer, deadline_seconds=1.0
                     ),
-                    lambda tokens=tokens: cache.store(
-                        tokens, kv_of(tokens).transfer
-                    ),
+                    lambda tokens=tokens: put(cache, tokens),
                     lambda tokens=tokens: cache.lookup(tokens),
                     lambda tokens=tokens: cache.prefetch(tokens).result(60),
                     lambda tokens=tokens: cache.explain(tokens),
@@ -566,7 +555,7 @@ def test_no_call_hangs_while_the_engine_stands_still(
 def test_a_cache_opens_without_its_remote_engine(shm_root: Path) -> None:
     with cache_over("redis://127.0.0.1:1/0?deadline=300ms", shm_root) as cache:
         stored(cache, prompt(4))
-        assert served(cache, prompt(4))[0].by_tier == {"host": 64}
+        assert hit_of(cache, prompt(4)).by_tier == {"host": 64}
 
 
 def test_a_retrieve_in_the_middle_of_which_the_engine_dies(
@@ -608,11 +597,11 @@ def test_what_one_machine_stored_in_s3_another_serves(
         stored(cache, tokens, **TENANT)
     with cache_over(url, shm_root / "after") as cache:
         assert cache.lookup(tokens).by_tier == {"s3": 160}
-        assert served(cache, tokens)[0].by_tier == {"s3": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert hit_of(cache, tokens).by_tier == {"s3": 160}
+        assert hit_of(cache, tokens).by_tier == {"host": 160}
         assert cache.clear(**TENANT).chunks["s3"] == 10
-        assert served(cache, tokens, tiers=["s3"])[0].by_tier == {"s3": 160}
-        assert served(cache, tokens, tiers=["s3"], **TENANT)[0].num_tokens == 0
+        assert hit_of(cache, tokens, tiers=["s3"]).by_tier == {"s3": 160}
+        assert hit_of(cache, tokens, tiers=["s3"], **TENANT).num_tokens == 0
 
 
 def test_a_hierarchy_of_four(
@@ -622,7 +611,7 @@ def test_a_hierarchy_of_four(
         assert cache.tiers == ("host", "disk", "redis", "s3")
         stored(cache, prompt(3))
         for tier in cache.tiers:
-            assert served(cache, prompt(3), tiers=[tier])[0].by_tier == {tier: 48}
+            assert hit_of(cache, prompt(3), tiers=[tier]).by_tier == {tier: 48}
 
 
 @pytest.mark.slow
@@ -634,7 +623,7 @@ def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(
         redis_server() as server,
         cache_over(f"{server.url}/0?look=1s&deadline=5s", shm_root) as cache,
     ):
-        assert served(cache, prompt(2))[0].reason is Reason.ABSENT
+        assert hit_of(cache, prompt(2)).reason is Reason.ABSENT
         server.stop()
         hit, _ = served(cache, prompt(2, 1))
         assert hit.reason is Reason.DEADLINE

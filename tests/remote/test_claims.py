@@ -39,6 +39,7 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.proxy import WELL, Fault, proxy_to
+from tests.remote.redis_kit import redis_client
 
 redis = pytest.importorskip("redis")
 need("redis-server")
@@ -71,7 +72,8 @@ def claimed(truth: redis.Redis, prefix: str, keys: Sequence[bytes]) -> bool:
 def others_store(client: StoreClient, keys: Sequence[bytes]) -> None:
     """Check that another machine stores the chunks at once."""
     with soon(), patient(client) as other:
-        assert all(end.ok for end in ends(other.store(chunks_of(keys), ROOT)))
+        for end in ends(other.store(chunks_of(keys), ROOT)):
+            assert end.ok
         assert load(other, keys) == [None] * len(keys)
 
 
@@ -80,7 +82,7 @@ def test_what_is_stale_once_it_is_claimed_is_left_to_others(
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(CHUNKS)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
 
     def still_valid() -> bool:
         return not claimed(truth, prefix, keys)
@@ -103,7 +105,7 @@ def test_a_batch_of_two_namespaces_leaves_no_claim(
 ) -> None:
     """Of each, the first chunk is sent and the others are stale once all of them are claimed."""
     prefix = fresh_prefix()
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     goes_on = threading.Event()
     keys = {root: keys_of(3, root=root) for root in (ROOT, OTHER.root)}
     names = [
@@ -147,7 +149,7 @@ def test_what_is_removed_once_it_is_claimed_is_left_to_others(
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(CHUNKS)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     goes_on = threading.Event()
 
     def waits() -> bool:
@@ -172,12 +174,13 @@ def test_what_a_server_refuses_is_left_to_others(server: Server) -> None:
     """After some refusals nothing is sent any more, whatever was claimed before."""
     prefix = fresh_prefix()
     keys = keys_of(CHUNKS)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     truth.execute_command("ACL SETUSER reads on >x ~* +@all -hset")
     with patient(
         RedisClient(f"redis://reads:x@127.0.0.1:{server.port}", prefix=prefix)
     ) as tier:
-        assert not any(end.ok for end in ends(tier.store(chunks_of(keys), ROOT)))
+        for end in ends(tier.store(chunks_of(keys), ROOT)):
+            assert not end.ok
         others_store(RedisClient(server.url, prefix=prefix), keys)
 
 
@@ -187,7 +190,7 @@ def test_what_was_claimed_beside_a_refusal_is_left_to_others(
     """A server that refuses one of many claims: nothing of that batch is sent."""
     prefix = fresh_prefix()
     keys = keys_of(3)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     names = " ".join(
         ["~*probe", *(f"~{name_of(prefix, key)}*" for key in keys[:-1])]
     )
@@ -207,7 +210,7 @@ def test_what_a_broken_connection_does_not_send_is_left_to_others(
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(3)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     with proxy_to(server.port) as proxy:
         breaks = Fault(cut_at=5000)  # a claim passes, a chunk does not
 
@@ -240,7 +243,7 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(
     """As when this machine was away for so long that its claims have expired."""
     prefix = fresh_prefix()
     keys = keys_of(3)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     names = [name_of(prefix, key) for key in keys]
 
     def still_valid() -> bool:
@@ -262,7 +265,7 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(
 def test_only_the_process_that_claimed_releases(server: Server) -> None:
     prefix = fresh_prefix()
     keys = keys_of(2)
-    truth = redis.Redis(port=server.port)
+    truth = redis_client(server)
     until = time.monotonic() + PATIENT_SECONDS
     mine, others = (RedisClient(server.url, prefix=prefix) for _ in range(2))
 

@@ -216,7 +216,8 @@ class TestCompressedRedis(TestRedis):
         page, stored = client.Redis(port=self.server.port).hmget(name, "h", "0")
         header = parse(page)
         assert header is not None
-        assert (header.codec, header.stored_bytes) == ("zstd", len(stored))
+        assert header.codec == "zstd"
+        assert header.stored_bytes == len(stored)
         assert len(stored) < 0.9 * LAYOUT.chunk_bytes
 
 

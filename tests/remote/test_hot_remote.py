@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import redis as client
 
 from pagoda.cache import Cache
 from pagoda.testing import FakeClock
@@ -23,13 +22,14 @@ from tests.cache.kit import (
     NAMESPACE,
     config_of,
     counters_of,
+    hit_of,
     keys_of,
-    kv_of,
     on_disk,
     prompt,
-    served,
+    put,
     stored,
 )
+from tests.remote.redis_kit import redis_client
 
 HOT = prompt(20, 1)
 PATIENT = "deadline=30s&look=30s"
@@ -59,13 +59,13 @@ def found_by_another(url: str, memory: Path) -> int:
     store.
     """
     with machine(url, memory, FakeClock()) as cache:
-        return served(cache, HOT)[0].by_tier.get("redis", 0) // CHUNK
+        return hit_of(cache, HOT).by_tier.get("redis", 0) // CHUNK
 
 
 def use(cache: Cache, clock: FakeClock, seconds: float = 3.0) -> None:
     """Serve the hot prompt from host memory, some time later."""
     clock.advance(seconds)
-    assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
+    assert hit_of(cache, HOT).by_tier == {"host": 20 * CHUNK}
     assert cache.flush(100)
 
 
@@ -76,7 +76,7 @@ def test_hot_chunks_are_stored_again_after_flushall(shm_root: Path) -> None:
         machine(redis.url, shm_root / "a", clock) as cache,
     ):
         stored(cache, HOT)
-        client.Redis(port=redis.port).flushall()
+        redis_client(redis).flushall()
         use(cache, clock)
         assert found_by_another(redis.url, shm_root / "b") == 20
 
@@ -102,9 +102,9 @@ def test_after_a_store_of_what_is_here_already(shm_root: Path) -> None:
         machine(redis.url, shm_root / "a", clock) as cache,
     ):
         stored(cache, HOT)
-        client.Redis(port=redis.port).flushall()
+        redis_client(redis).flushall()
         clock.advance(3)
-        assert cache.store(HOT, kv_of(HOT).transfer).present == 20
+        assert put(cache, HOT).present == 20
         assert cache.flush(100)
         assert found_by_another(redis.url, shm_root / "b") == 20
 
@@ -129,7 +129,7 @@ def test_while_others_fill_the_server(shm_root: Path) -> None:
                 for seed in range(30):  # 15 MB
                     stored(others, prompt(40, 100 + seed))
                     use(cache, clock)
-            truth = client.Redis(port=redis.port)
+            truth = redis_client(redis)
             assert truth.info("stats")["evicted_keys"] > 100
             fresh = (shm_root / f"fresh{number}" for number in count())
 
@@ -150,14 +150,14 @@ def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None
         machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache,
     ):
         stored(cache, HOT)
-        truth = client.Redis(port=redis.port)
+        truth = redis_client(redis)
         names = list(truth.scan_iter("pagoda:1:*"))
         assert len(names) == 20
         for name in names:
             assert truth.pexpire(name, 60_000)  # as if most of the hour were over
         clock.advance(1800)
         if from_below:
-            assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+            assert hit_of(cache, HOT, tiers=["redis"]).by_tier == {
                 "redis": 20 * CHUNK
             }
             assert cache.flush(100)
@@ -173,7 +173,7 @@ def test_hot_chunks_are_stored_again_after_their_end(shm_root: Path) -> None:
         machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache,
     ):
         stored(cache, HOT)
-        truth = client.Redis(port=redis.port)
+        truth = redis_client(redis)
         for name in truth.scan_iter("pagoda:1:*"):
             truth.pexpire(name, 1)
         while truth.dbsize():
@@ -197,7 +197,7 @@ def test_the_rule_of_the_documentation_is_enough(
 ) -> None:
     clock = FakeClock()
     with redis_server() as redis:
-        truth = client.Redis(port=redis.port)
+        truth = redis_client(redis)
         truth.execute_command(
             "ACL",
             "SETUSER",
@@ -238,7 +238,7 @@ def test_who_may_only_read_gets_one_warning_and_reads_on(
     with redis_server() as redis:
         with machine(redis.url, shm_root / "a", FakeClock()) as writer:
             stored(writer, HOT)
-        truth = client.Redis(port=redis.port)
+        truth = redis_client(redis)
         truth.execute_command(
             "ACL",
             "SETUSER",
@@ -255,11 +255,11 @@ def test_who_may_only_read_gets_one_warning_and_reads_on(
             machine(url, shm_root / "b", clock) as cache,
             caplog.at_level(logging.WARNING),
         ):
-            assert served(cache, HOT)[0].by_tier == {"redis": 20 * CHUNK}
+            assert hit_of(cache, HOT).by_tier == {"redis": 20 * CHUNK}
             for _ in range(10):
                 use(cache, clock)
                 clock.advance(3)
-                assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+                assert hit_of(cache, HOT, tiers=["redis"]).by_tier == {
                     "redis": 20 * CHUNK
                 }
             assert (
@@ -301,12 +301,12 @@ def test_what_only_the_disk_served_is_kept_alive_further_down(
     with redis_server() as redis:
         with machine(redis.url, shm_root / "a", clock, tmp_path) as cache:
             stored(cache, HOT)
-        truth = client.Redis(port=redis.port)
+        truth = redis_client(redis)
         truth.flushall()
         with machine(
             redis.url, shm_root / "after a boot", clock, tmp_path
         ) as cache:
             assert on_disk(cache, HOT) == 20
-            assert served(cache, HOT)[0].by_tier == {"disk": 20 * CHUNK}
+            assert hit_of(cache, HOT).by_tier == {"disk": 20 * CHUNK}
             assert cache.flush(100)
         assert truth.dbsize() == 20

@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-import redis as client
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.metrics import Reason
@@ -21,7 +20,15 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, redis_server
-from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
+from tests.cache.kit import (
+    CHUNK,
+    cache_at,
+    hit_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+)
 from tests.remote.chunks import (
     ROOT,
     chunks_of,
@@ -32,6 +39,7 @@ from tests.remote.chunks import (
 )
 from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
+from tests.remote.redis_kit import redis_client
 
 KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
 
@@ -84,7 +92,7 @@ def place(
     """The URL of an indexed tier that this test has for itself, and the requests that its object
     store got.
     """
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with counted(s3) as (endpoint, asked):
         yield (
@@ -102,7 +110,8 @@ def test_a_look_up_sends_the_object_store_nothing(
     tokens = prompt(40)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
-        assert (asked["PUT"], asked["HEAD"]) == (40, 0)
+        assert asked["PUT"] == 40
+        assert asked["HEAD"] == 0
     with cache_at(None, None, remote=url) as cache:
         cache.lookup(prompt(1, 9))  # opens the connection
         before = asked.copy()
@@ -110,9 +119,10 @@ def test_a_look_up_sends_the_object_store_nothing(
             assert cache.lookup(tokens).num_tokens == 40 * CHUNK
             assert cache.lookup(prompt(20, 7)).num_tokens == 0
         assert asked == before
-        assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 40 * CHUNK
         stored(cache, tokens)
-        assert (asked["PUT"], asked["HEAD"]) == (40, 0)
+        assert asked["PUT"] == 40
+        assert asked["HEAD"] == 0
 
 
 def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
@@ -127,7 +137,7 @@ def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
         with cache_at(
             None, None, remote=url.replace(f":{server.port}/", f":{proxy.port}/")
         ) as cache:
-            assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+            assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 @pytest.mark.slow
@@ -140,7 +150,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
         third = cache.keys(tokens)[2][2]
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         (mark,) = other.keys(f"*{{{third.hex()}}}")
     root = bytes.fromhex(mark.decode().split(":")[2])
     bucket = (
@@ -150,12 +160,13 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     bucket.close()
     with cache_at(None, None, remote=url) as cache:
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (2 * CHUNK, Reason.ABSENT)
-        with client.Redis(port=server.port) as other:
+        assert hit.num_tokens == 2 * CHUNK
+        assert hit.reason == Reason.ABSENT
+        with redis_client(server) as other:
             assert not other.exists(mark)
         stored(cache, tokens)
     with cache_at(None, None, remote=url) as cache:
-        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 def test_an_index_that_was_emptied_is_filled_by_stores(
@@ -165,12 +176,12 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
     tokens = prompt(6)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with cache_at(None, None, remote=url) as cache:
-        assert served(cache, tokens)[0].num_tokens == 0
+        assert hit_of(cache, tokens).num_tokens == 0
         stored(cache, tokens)
-        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+        assert hit_of(cache, tokens).num_tokens == 6 * CHUNK
 
 
 def test_a_load_keeps_the_mark(
@@ -178,13 +189,13 @@ def test_a_load_keeps_the_mark(
 ) -> None:
     """A Redis that evicts what was not used for long must know that the object is used."""
     url, _ = place
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
             stored(cache, prompt(1))
             (mark,) = other.keys("pagoda-index-*")
             other.pexpire(mark, 1_000_000)
         with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
-            assert served(cache, prompt(1))[0].num_tokens == CHUNK
+            assert hit_of(cache, prompt(1)).num_tokens == CHUNK
         assert 2_000_000 < other.pttl(mark) <= 3_600_000
 
 
@@ -202,7 +213,7 @@ def test_a_load_ranks_the_mark_as_the_store_did(
     room = np.empty(100, np.uint8)
     with (
         redis_server(*options) as by_life,
-        client.Redis(port=by_life.port) as other,
+        redis_client(by_life) as other,
     ):
         url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
         soon = time.monotonic() + 30
@@ -228,7 +239,7 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
     place: tuple[str, Counter[str]], server: Server
 ) -> None:
     keys = keys_of(4)
-    with client.Redis(port=server.port) as truth:
+    with redis_client(server) as truth:
 
         def still_valid() -> bool:
             return len(truth.keys("*:w")) < len(keys)
@@ -253,7 +264,7 @@ def test_what_is_stale_once_it_was_sent_gets_no_mark(
     with tier_on(parse(url).engine()) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
         assert ends(tier.store(chunks, ROOT)) == [Done(False, Reason.STALE)]
-        with client.Redis(port=server.port) as truth, soon():
+        with redis_client(server) as truth, soon():
             wait_until(lambda: not truth.keys("*"))
     assert asked["PUT"] == 1
 
@@ -263,21 +274,22 @@ def test_remove_and_clear_reach_both(
 ) -> None:
     url, _ = place
     with (
-        client.Redis(port=server.port) as other,
+        redis_client(server) as other,
         cache_at(None, None, remote=url) as cache,
     ):
         stored(cache, prompt(4))
         assert len(other.keys("pagoda-index-*")) == 4 == other.dbsize()
         cache.clear()
         assert other.dbsize() == 0
-        assert served(cache, prompt(4))[0].num_tokens == 0
+        assert hit_of(cache, prompt(4)).num_tokens == 0
 
     keys = keys_of(2)
     with (
-        client.Redis(port=server.port) as other,
+        redis_client(server) as other,
         tier_on(parse(url).engine(), deadline_seconds=30) as tier,
     ):
-        assert all(end.ok for end in ends(tier.store(chunks_of(keys), ROOT)))
+        for end in ends(tier.store(chunks_of(keys), ROOT)):
+            assert end.ok
         assert tier.remove(keys[1], ROOT)
         assert not tier.remove(keys[1], ROOT)
         assert other.dbsize() == 1
@@ -303,13 +315,13 @@ def test_two_stores_share_an_index(s3: Server, server: Server) -> None:
     base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{server.port}/0"
     one = f"s3://{BUCKET}/one?{base}"
     two = f"s3://{BUCKET}/two?{base}"
-    with client.Redis(port=server.port) as other:
+    with redis_client(server) as other:
         other.flushall()
     with cache_at(None, None, remote=one) as cache:
         stored(cache, prompt(3))
     for remote in (two, f"{server.url}/0?look=30s&deadline=30s"):
         with cache_at(None, None, remote=remote) as cache:
-            assert served(cache, prompt(3))[0].num_tokens == 0
+            assert hit_of(cache, prompt(3)).num_tokens == 0
 
 
 def test_what_an_index_may_be() -> None:

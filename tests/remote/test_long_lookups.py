@@ -201,7 +201,8 @@ def test_a_hole_is_a_shorter_hit(
         db.delete(name)
         assert cache.lookup(tokens).num_tokens == LONG * CHUNK
         hit, _ = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (HOLE * CHUNK, Reason.ABSENT)
+        assert hit.num_tokens == HOLE * CHUNK
+        assert hit.reason == Reason.ABSENT
         # while it is computed, what is known of the store becomes too old
         time.sleep(2.5)
         stored(cache, tokens)

@@ -194,9 +194,8 @@ def test_damaged_values_are_misses_and_make_way(
     (good,) = keys_of(1, chain=1)
     with tier_on(remote, LARGE) as tier:
         for key in (*keys, good):  # each the first of its chain
-            assert all(
-                end.ok for end in ends(tier.store(chunks_of([key], LARGE), ROOT))
-            )
+            for end in ends(tier.store(chunks_of([key], LARGE), ROOT)):
+                assert end.ok
     raw = RawStore(pool)
     for key, lie in zip(keys, LIES.values(), strict=True):
         value = raw.get(name_in(remote, key))
@@ -215,9 +214,8 @@ def test_damaged_values_are_misses_and_make_way(
                 Reason.FAILED_CHECK
             ], name
             assert raw.get(name_in(remote, key)) is None, name
-            assert all(
-                end.ok for end in ends(tier.store(chunks_of([key], LARGE), ROOT))
-            )
+            for end in ends(tier.store(chunks_of([key], LARGE), ROOT)):
+                assert end.ok
             assert load(tier, [key], LARGE, PATIENT_SECONDS) == [None], name
     raw.close()
 
@@ -297,11 +295,9 @@ def test_a_full_pool_takes_no_more_and_says_so(
             assert tier.stats()["drop_full"] == sum(not end.ok for end in done)
             here = load(tier, keys, LARGE, PATIENT_SECONDS)
             assert None in here
-            assert all(
-                end.ok
-                for end, reason in zip(done, here, strict=True)
-                if reason is None
-            )
+            for end, reason in zip(done, here, strict=True):
+                if reason is None:
+                    assert end.ok
     assert "segment=SIZE" in caplog.text
 
 
@@ -363,7 +359,8 @@ def test_the_master_is_killed_and_comes_back() -> None:
             with soon():
                 assert set(load(tier, keys)) <= {*TROUBLE, Reason.ABSENT}
         with soon():
-            assert not any(end.ok for end in save(tier, later))
+            for end in save(tier, later):
+                assert not end.ok
         wait_until(lambda: tier.resting)
         with soon(0.5):
             assert load(tier, keys) == [Reason.TIER_SKIPPED] * 4
@@ -438,7 +435,8 @@ def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
             }
             machine.cont()
             recovers(tier, keys, LARGE)
-            assert all((buffer == 7).all() for buffer in buffers)
+            for buffer in buffers:
+                assert (buffer == 7).all()
 
 
 @pytest.mark.slow
@@ -460,7 +458,8 @@ def test_a_hanging_call_does_not_delay_the_end() -> None:
                 futures[0].result(1.0)
             with soon():
                 tier.close(LATE_SECONDS)
-                assert not any(end.ok for end in ends(futures, LATE_SECONDS))
+                for end in ends(futures, LATE_SECONDS):
+                    assert not end.ok
         wait_until(lambda: helpers() <= before)
         machine.cont()
 

@@ -158,7 +158,8 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(
     try:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
-        assert not any(gone(pid) for pid in pids)
+        for pid in pids:
+            assert not gone(pid)
         parent.send_signal(how)
         parent.wait(60)
     finally:

@@ -413,11 +413,13 @@ def test_plain_http_is_for_this_machine_unless_it_was_said() -> None:
 
 def test_names_and_addresses_have_no_secret() -> None:
     dav = ObjectStoreClient("https://me:HUSHHUSH@host:8443/a/b/")
-    assert (dav.name, dav.address) == ("webdav", "https://host:8443/a/b")
+    assert dav.name == "webdav"
+    assert dav.address == "https://host:8443/a/b"
     s3 = ObjectStoreClient(
         "s3://bucket/p", options=s3_options("http://u:HUSHHUSH@127.0.0.1:9")
     )
-    assert (s3.name, s3.address) == ("s3", "s3://bucket/p at http://127.0.0.1:9")
+    assert s3.name == "s3"
+    assert s3.address == "s3://bucket/p at http://127.0.0.1:9"
     assert ObjectStoreClient("gs://bucket", name="far").name == "far"
     assert (
         ObjectStoreClient("az://box", options={"account_name": "me"}).address

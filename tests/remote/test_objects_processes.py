@@ -138,7 +138,9 @@ connection.close()
             text=True,
             timeout=60,
         )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "late", "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "late"
+    assert done.stderr == ""
 
 
 def test_without_obstore_the_message_says_how_to_get_it() -> None:

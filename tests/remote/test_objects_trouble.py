@@ -54,6 +54,15 @@ from tests.remote.object_stores import (
 )
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
 
+
+def connected(
+    remote: ObjectStoreClient,
+) -> contextlib.closing[ObjectStoreConnection]:
+    """Connect for the time of a `with`."""
+    connection = remote.connection()
+    return contextlib.closing(connection.open(until()))
+
+
 # ---- bad answers
 
 
@@ -143,7 +152,7 @@ def test_a_get_ends_in_time_whatever_is_answered(
 ) -> None:
     with (
         liar({}, options) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies["GET"] = LIES[lie]
         room = Room(MIB)
@@ -178,7 +187,7 @@ def test_a_put_ends_in_time_whatever_is_answered(
 ) -> None:
     with (
         liar({}, options) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies[method] = LIES[lie]
         with growth() as grown:
@@ -208,7 +217,7 @@ def test_errors_take_no_memory_however_long_they_are(
 ) -> None:
     with (
         liar({}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies[method] = ERRORS[error]
         with growth() as grown, Timed():
@@ -241,7 +250,7 @@ def test_interim_answers_are_passed_over() -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     with (
         liar({}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies["GET"] = lambda _: [
             interim + answer(200, PAGE.tobytes() + b"abc")
@@ -258,7 +267,7 @@ def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer()
     body = PAGE.tobytes() + b"abc"
     with (
         liar({}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
         for _ in range(3):
@@ -272,7 +281,7 @@ def test_nothing_is_unpacked_on_the_way() -> None:
     body = gzip.compress(bytes(64 * MIB))
     with (
         liar({}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies["GET"] = lambda _: [
             answer(200, body, more={"Content-Encoding": "gzip"})
@@ -315,7 +324,7 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
     with (
         liar({"PUT": answer(status)}) as (_, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         with pytest.raises(RefusedError) as refused:
             put(connection, keys(1)[0], noise(10))
@@ -344,7 +353,7 @@ def test_folders_are_made_where_a_put_makes_none() -> None:
     remote = ObjectStoreClient(f"http://127.0.0.1:{server.port}/deep/er/")
     with (
         contextlib.closing(server),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         for key in keys(3):
             assert put(connection, key, noise(10)) is PutResult.STORED
@@ -358,7 +367,7 @@ def test_nothing_is_taken_for_stored_where_no_folder_can_be_made() -> None:
     remote = ObjectStoreClient(f"http://127.0.0.1:{server.port}/deep/er/")
     with (
         contextlib.closing(server),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
         pytest.raises(RefusedError, match="409"),
     ):
         put(connection, keys(1)[0], noise(10))
@@ -401,7 +410,7 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
 
     with (
         liar({"PROPFIND": deeper}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         assert connection.count_by_namespace(walk(5.0)) == {}
         assert sum(method == "PROPFIND" for method, _ in server.requests) == 3
@@ -420,7 +429,7 @@ def test_a_listing_may_come_in_chunks() -> None:
     )
     with (
         liar({"PROPFIND": lie}) as (_, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         assert connection.count_by_namespace(walk(5.0)) == {NAMESPACE: 1}
 
@@ -428,7 +437,7 @@ def test_a_listing_may_come_in_chunks() -> None:
 def test_a_server_that_cannot_list_says_so() -> None:
     with (
         liar({"PROPFIND": answer(405)}) as (_, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         said = str(trouble(lambda: connection.clear(None, walk(5.0))))
         assert "PROPFIND" in said
@@ -645,7 +654,7 @@ def test_a_server_that_was_restarted_is_used_by_the_same_link(
 def test_abort_ends_a_call_from_another_thread() -> None:
     with (
         liar({}) as (server, remote),
-        contextlib.closing(remote.connection().open(until())) as connection,
+        connected(remote) as connection,
     ):
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, connection.abort).start()

@@ -58,6 +58,7 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.evil import LyingHttp, LyingRedis, bulk, http
+from tests.remote.redis_kit import redis_client
 from tests.serve import kit as serve_kit
 
 need("redis-server")
@@ -150,7 +151,8 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
     """Store a chain on one machine."""
     url = server.url.replace("://", f"://:{TOKEN}@")
     with tier_on(PagodaServerClient(url), queue_chunks=4096, **PATIENT) as tier:
-        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+        for done in ends(tier.store(chunks_of(keys), ROOT)):
+            assert done.ok
 
 
 def give_value(server: Server, tokens: Sequence[int]) -> None:
@@ -209,11 +211,11 @@ def test_whoever_has_most_is_named_first(directory_server: Server) -> None:
             "http://a:7777",
         ]
         assert connection.machines(fresh_keys(1), until()) == []
-        before = redis.Redis(port=directory_server.port).info("commandstats")[
+        before = redis_client(directory_server).info("commandstats")[
             "cmdstat_srandmember"
         ]["calls"]
         connection.machines(keys, until())
-        after = redis.Redis(port=directory_server.port).info("commandstats")[
+        after = redis_client(directory_server).info("commandstats")[
             "cmdstat_srandmember"
         ]["calls"]
         assert after - before <= 2 * 17  # however long the prompt is
@@ -242,21 +244,15 @@ def test_a_hint_ends_by_itself(directory_server: Server) -> None:
         connection._ahead += PERIOD_SECONDS
         assert connection.machines(keys, until()) == []
     names = list(
-        redis.Redis(port=directory_server.port).scan_iter(
-            f"pagoda:at:*:{keys[0].hex()}"
-        )
+        redis_client(directory_server).scan_iter(f"pagoda:at:*:{keys[0].hex()}")
     )
-    assert (
-        0
-        < redis.Redis(port=directory_server.port).ttl(names[0])
-        <= 2 * PERIOD_SECONDS
-    )
+    assert 0 < redis_client(directory_server).ttl(names[0]) <= 2 * PERIOD_SECONDS
 
 
 def test_what_is_no_machine_is_left_out(directory_server: Server) -> None:
     keys = fresh_keys(2)
     announce(directory_server, keys, ELSEWHERE)
-    (name,) = redis.Redis(port=directory_server.port).scan_iter(
+    (name,) = redis_client(directory_server).scan_iter(
         f"pagoda:at:*:{keys[0].hex()}"
     )
     evil = [
@@ -267,13 +263,11 @@ def test_what_is_no_machine_is_left_out(directory_server: Server) -> None:
         b"http://a/b",
         b"http://a:1?b",
     ]
-    redis.Redis(port=directory_server.port).sadd(
-        name, *evil, b"http://" + b"a" * 100_000
-    )
+    redis_client(directory_server).sadd(name, *evil, b"http://" + b"a" * 100_000)
     with connected(directory_server) as connection:
         assert connection.machines(keys, until()) == [ELSEWHERE]
-    redis.Redis(port=directory_server.port).delete(name)
-    redis.Redis(port=directory_server.port).set(name, "no set")
+    redis_client(directory_server).delete(name)
+    redis_client(directory_server).set(name, "no set")
     with (
         connected(directory_server) as connection,
         pytest.raises(RefusedError, match="WRONGTYPE"),
@@ -569,13 +563,14 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         return knows(directory_server, [key], "http://127.0.0.1:7")
 
     try:
-        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+        for done in ends(tier.store(chunks_of(keys), ROOT)):
+            assert done.ok
         wait_until(lambda: all(map(announced, keys)))
         first = counts["announced"]
         tier.remove(keys[3])
         # rounds that began before the removal have ended
         wait_until(lambda: counts["announced"] > first + 8)
-        redis.Redis(port=directory_server.port).flushall()
+        redis_client(directory_server).flushall()
         wait_until(lambda: all(map(announced, keys[:3])))
         seen = counts["announced"]
         wait_until(lambda: counts["announced"] > seen + 8)
@@ -603,7 +598,8 @@ def test_the_rounds_go_on_whatever_fails_in_one(
     keys = fresh_keys(2)
     counts = Counter[str]()
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+    for done in ends(tier.store(chunks_of(keys), ROOT)):
+        assert done.ok
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
 
@@ -645,7 +641,8 @@ def test_no_round_announces_more_than_its_part(
     monkeypatch.setattr(PeerDirectoryConnection, "announce", counted)
     keys = fresh_keys(10)
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+    for done in ends(tier.store(chunks_of(keys), ROOT)):
+        assert done.ok
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(

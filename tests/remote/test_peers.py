@@ -110,9 +110,8 @@ def give(server: Server, keys: Sequence[bytes], layout: KVLayout = SMALL) -> Non
     with tier_on(
         PagodaServerClient(url_of(server)), layout, queue_chunks=4096, **PATIENT
     ) as tier:
-        assert all(
-            done.ok for done in ends(tier.store(chunks_of(keys, layout), ROOT))
-        )
+        for done in ends(tier.store(chunks_of(keys, layout), ROOT)):
+            assert done.ok
 
 
 # ---- finding and loading
@@ -139,7 +138,8 @@ def give_some(
     chunks = chunks_of(keys, SMALL)
     with tier_on(PagodaServerClient(url_of(server)), **PATIENT) as tier:
         some = [chunks[at] for at in positions]
-        assert all(done.ok for done in ends(tier.store(some, ROOT)))
+        for done in ends(tier.store(some, ROOT)):
+            assert done.ok
         # each store of a server is found by then
         assert all(tier.match_each([chunk.key for chunk in some], namespace=ROOT))
 
@@ -159,7 +159,8 @@ def test_chunks_behind_a_hole_come_from_whoever_has_them(
                 buffers = [aligned(SMALL.slot_bytes) for _ in range(count)]
                 some = keys[at : at + count]
                 done = tier.load(some, buffers, start=at, namespace=ROOT)
-                assert all(end.ok for end in ends(done))
+                for end in ends(done):
+                    assert end.ok
 
 
 def test_a_server_of_an_earlier_version_knows_leading_keys_only(

@@ -110,7 +110,8 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
     with tier_on(
         PagodaServerClient(server.url), queue_chunks=4096, **PATIENT
     ) as tier:
-        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
+        for done in ends(tier.store(chunks_of(keys), ROOT)):
+            assert done.ok
 
 
 def announce(directory_server: Server, keys: Sequence[bytes], url: str) -> None:
@@ -253,11 +254,10 @@ def test_an_impostor_at_a_configured_address_gets_nothing_either(
         assert None not in load(tier, keys)
         if option == "remote":
             chunks = chunks_of(keys)
-            assert not any(done.ok for done in ends(tier.store(chunks, ROOT)))
-            assert all(
-                bytes(chunk.payload[:64]) not in impostor.received
-                for chunk in chunks
-            )
+            for done in ends(tier.store(chunks, ROOT)):
+                assert not done.ok
+            for chunk in chunks:
+                assert bytes(chunk.payload[:64]) not in impostor.received
     assert impostor.received
     assert keys[0] not in impostor.received
     worth_nothing_at(honest, impostor)
@@ -506,9 +506,8 @@ def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
         with tier_on(
             PagodaServerClient(older.url, sends_token=True), **PATIENT
         ) as tier:
-            assert all(
-                done.ok for done in ends(tier.store(chunks_of(keys), ROOT))
-            )
+            for done in ends(tier.store(chunks_of(keys), ROOT)):
+                assert done.ok
         announce(directory_server, keys, older.url)
         for client, remedy in (
             (found_in(directory_server), "name it in peers with proof=off"),

@@ -189,9 +189,8 @@ def test_a_ttl_begins_when_the_chunk_is_whole(
     for number, size in enumerate((100, 2 * MIB)):
         assert put(connection, number, content(1, size)) is PutResult.STORED
         # -1 has no end; -2 has ended already, on a busy machine
-        assert all(
-            client.pttl(name) in (-2, *range(401)) for name in client.keys("*")
-        )
+        for name in client.keys("*"):
+            assert client.pttl(name) in (-2, *range(401))
         wait_until(lambda: client.dbsize() == 0)
         assert get(connection, number, size) is None
     connection.close()
@@ -299,7 +298,8 @@ def test_a_batch_is_claimed_together(
     busy = PutResult.BUSY
     present = PutResult.PRESENT
     assert second.claim(ROOT, asked, soon()) == [busy, present, None, None]
-    assert all(client.pttl(name) > 0 for name in client.keys("*:w"))
+    for name in client.keys("*:w"):
+        assert client.pttl(name) > 0
     assert len(client.keys("*:w")) == 3
     assert 0 < client.pttl(name_of(0) + ":w") <= 2200, (
         "it dies soon after its owner"
@@ -357,7 +357,8 @@ def test_a_dead_writer_leaves_nothing_for_long(
         put(doomed, 1, content(1, 3 * MIB), die, seconds=0.5)
     doomed.close()
     assert client.dbsize() == 2, "its draft and its claim"
-    assert all(0 < client.pttl(name) <= 2500 for name in client.keys("*"))
+    for name in client.keys("*"):
+        assert 0 < client.pttl(name) <= 2500
     assert put(second, 1, content(2, 3 * MIB)) is PutResult.BUSY
     end = soon()
     while client.dbsize() and time.monotonic() < end:
@@ -380,7 +381,8 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
         timer.join()
         doomed.close()
     names = [name for name in client.keys("*") if not name.endswith(b"}")]
-    assert all(client.pttl(name) > 0 for name in names)
+    for name in names:
+        assert client.pttl(name) > 0
 
 
 def test_a_draft_that_went_is_not_published(

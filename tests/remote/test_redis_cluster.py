@@ -39,6 +39,7 @@ from tests.remote.chunks import (
     walk,
 )
 from tests.remote.evil import LyingRedis
+from tests.remote.redis_kit import redis_client
 
 FULL_COVERAGE = ("--cluster-require-full-coverage", "no")
 
@@ -82,7 +83,7 @@ def begin_move(slot: int, source: Server, target: Server) -> None:
 
 
 def finish_move(slot: int, source: Server, target: Server) -> None:
-    with client.Redis(port=source.port) as sending:
+    with redis_client(source) as sending:
         while names := sending.execute_command(
             "CLUSTER", "GETKEYSINSLOT", slot, 10
         ):
@@ -249,7 +250,7 @@ def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
             target = next(server for server in shared if server is not source)
             moves.append((slot_of(key), source, target))
             begin_move(*moves[-1])
-            with client.Redis(port=source.port) as sending:
+            with redis_client(source) as sending:
                 sending.execute_command(
                     "MIGRATE",
                     "127.0.0.1",
@@ -301,7 +302,7 @@ def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
 
     def move() -> bool:
         begin_move(slot_of(key), source, target)
-        with client.Redis(port=source.port) as sending:
+        with redis_client(source) as sending:
             names = sending.keys(f"{prefix}:*")
             assert len(names) == 2  # the draft and the claim
             sending.execute_command(
@@ -323,7 +324,7 @@ def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
         assert refused.value.reason is Reason.BUSY
         assert refused.value.contained
         for server in shared:
-            with client.Redis(port=server.port) as truth:
+            with redis_client(server) as truth:
                 assert not truth.keys(f"{prefix}:*")
     finally:
         connection.close()
@@ -467,7 +468,8 @@ def test_a_cluster_works_over_tls() -> None:
                 "MIGRATE", "127.0.0.1", str(target.port), name, "0", "5000"
             )
             wait_until(lambda: load(tier, keys) == [None] * 20)
-        assert all(int(server.call("DBSIZE")[1:]) > 0 for server in servers)
+        for server in servers:
+            assert int(server.call("DBSIZE")[1:]) > 0
         untrusting = parse(f"rediss+cluster://{place}").engine().connection()
         with pytest.raises(OSError, match="certificate verify failed"):
             untrusting.open(time.monotonic() + 10)
@@ -560,8 +562,6 @@ def test_a_node_is_reached_by_the_name_that_the_cluster_gives_it() -> None:
         seed,
     )
     other, same = cluster.nodes
-    assert (other.client.address, other.place) == (
-        "redis://localhost:7000/0",
-        "127.0.0.1:7000",
-    )
+    assert other.client.address == "redis://localhost:7000/0"
+    assert other.place == "127.0.0.1:7000"
     assert same is seed

@@ -141,7 +141,8 @@ def test_the_order_of_nodes_and_the_other_nodes_move_no_key() -> None:
     assert {
         node.client.address[8].lower(): share for node, share in again.items()
     } == by_name
-    assert all(1800 < len(share) < 2200 for share in by_name.values())
+    for share in by_name.values():
+        assert 1800 < len(share) < 2200
     dotted = shares(RedisPoolClient("redis+pool://b.,a:6379,c"), keys)
     assert {
         node.client.address[8]: share for node, share in dotted.items()
@@ -165,7 +166,8 @@ def test_without_a_node_its_keys_are_on_the_others_and_no_other_key_moves() -> (
         lost.failed(OSError("away"))
     after = shares(pool, keys)
     assert lost not in after
-    assert all(after[node] > before[node] for node in after)
+    for node in after:
+        assert after[node] > before[node]
 
 
 def test_it_shows_no_password() -> None:
@@ -208,7 +210,8 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(
     assert sorted(
         key for here in of(shared, keys, prefix).values() for key in here
     ) == sorted(keys)
-    assert all(len(here) > 5 for here in of(shared, keys, prefix).values())
+    for here in of(shared, keys, prefix).values():
+        assert len(here) > 5
     connection = pool.connection().open(time.monotonic() + PATIENT_SECONDS)
     until = time.monotonic() + PATIENT_SECONDS
     try:
@@ -268,7 +271,8 @@ def test_random_operations_never_return_wrong_bytes(shared: list[Server]) -> Non
             some = rng.sample(chunks_of(keys), rng.randint(1, 6))
             match rng.randrange(4):
                 case 0 | 1:
-                    assert all(end.ok for end in ends(tier.store(some, ROOT)))
+                    for end in ends(tier.store(some, ROOT)):
+                        assert end.ok
                     stored.update(chunk.key for chunk in some)
                 case 2:
                     there = load(tier, keys, seconds=PATIENT_SECONDS)
@@ -471,10 +475,10 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
                     server.call("PEXPIRE", name_of("p", key), "100000")
             assert tier.touch(keys, namespace=ROOT) == [True] * len(keys)
             for server in servers[1:]:
-                assert all(
-                    int(server.call("PTTL", name_of("p", key))[1:]) > 100_000
-                    for key in here[server]
-                )
+                for key in here[server]:
+                    assert (
+                        int(server.call("PTTL", name_of("p", key))[1:]) > 100_000
+                    )
             assert tier.touch(here[odd][:1], namespace=ROOT) == [True], (
                 "asked for instead"
             )
@@ -585,7 +589,8 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(
                     and len(shares(pool, keys)) == 2
                 )
             )
-            assert not any(end.ok for end in ends(loads, LATE_SECONDS))
+            for end in ends(loads, LATE_SECONDS):
+                assert not end.ok
             others = [key for key in keys if key not in here[lost]]
             assert reasons(tier, keys, others) == {None}
         finally:
@@ -871,7 +876,8 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(
             )
             with soon(4.0):
                 tier.close(2.0)
-            assert not any(end.ok for end in ends(loads, LATE_SECONDS))
+            for end in ends(loads, LATE_SECONDS):
+                assert not end.ok
     finally:
         for server in servers:
             server.cont()

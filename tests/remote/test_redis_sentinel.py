@@ -30,6 +30,7 @@ from tests.remote.chunks import (
     under_load,
 )
 from tests.remote.evil import LyingRedis
+from tests.remote.redis_kit import redis_client
 
 # a handshake over TLS takes processor time, which a busy machine gives late
 PATIENT = {
@@ -76,7 +77,7 @@ def test_after_a_failover_the_new_master_is_used() -> None:
         redis_sentinel(first, "kv") as two,
         redis_sentinel(first, "kv") as three,
     ):
-        with client.Redis(port=one.port) as asked:
+        with redis_client(one) as asked:
             wait_until(
                 lambda: asked.sentinel_master("kv")["num-other-sentinels"] == 2
             )
@@ -226,7 +227,7 @@ def test_a_credential_provider_is_asked_for_each_connection(
     with (
         redis_server() as server,
         redis_sentinel(server, "kv", quorum=1) as sentinel,
-        client.Redis(port=server.port) as truth,
+        redis_client(server) as truth,
     ):
         truth.acl_setuser(
             "kv",
@@ -311,7 +312,7 @@ def test_a_password_file_is_read_again(tmp_path: Path, is_pool: bool) -> None:
     """A user of ACL, whose password is changed while the tier is open."""
     file = tmp_path / "password"
     file.write_text("first@/:\n")
-    with redis_server() as server, client.Redis(port=server.port) as truth:
+    with redis_server() as server, redis_client(server) as truth:
         truth.acl_setuser(
             "kv",
             enabled=True,

@@ -36,6 +36,7 @@ from testbed.programs import need
 from testbed.servers import authority, free_port, redis_server
 from tests.remote.chunks import begun_since, walk
 from tests.remote.proxy import black_hole
+from tests.remote.redis_kit import redis_client
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -138,7 +139,7 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         for line in page.splitlines()
         if line.strip().startswith("ACL SETUSER pagoda")
     ]
-    with redis_server() as server, redis.Redis(port=server.port) as client:
+    with redis_server() as server, redis_client(server) as client:
         client.execute_command(rule)
         remote = RedisClient(
             f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60
@@ -173,7 +174,7 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
 def test_a_user_that_may_only_read(size: int) -> None:
-    with redis_server() as server, redis.Redis(port=server.port) as client:
+    with redis_server() as server, redis_client(server) as client:
         client.execute_command(
             "ACL SETUSER reader on >x ~* -@all +exists +hget +select"
         )
@@ -368,7 +369,7 @@ def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
 
 @pytest.mark.slow
 def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None:
-    with redis_server() as server, redis.Redis(port=server.port) as client:
+    with redis_server() as server, redis_client(server) as client:
         remote = RedisClient(server.url)
         for pause in (0.0, 0.003, 0.01):
             connection = remote.connection().open(soon())

@@ -39,6 +39,7 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.evil import LyingRedis, bulk
+from tests.remote.redis_kit import redis_client
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -125,7 +126,7 @@ def lives(client: Client, *numbers: int) -> list[int]:
 def test_a_position_costs_its_rank(by_life: Server, size: int) -> None:
     with (
         opened(by_life.url) as connection,
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
     ):
         for number, rank in enumerate((0, 60_000, 120_000)):
             assert put(connection, number, rank, size) is PutResult.STORED
@@ -140,7 +141,7 @@ def test_a_position_costs_its_rank(by_life: Server, size: int) -> None:
 def test_a_use_extends_and_never_shortens(
     by_life: Server, size: int, gt: bool
 ) -> None:
-    with without_gt(by_life) as old, redis.Redis(port=by_life.port) as client:
+    with without_gt(by_life) as old, redis_client(by_life) as client:
         url = by_life.url if gt else f"redis://127.0.0.1:{old.port}"
         with opened(url) as connection, opened(url, ttl_seconds=100.0) as other:
             put(connection, 1, 0, size)
@@ -187,7 +188,7 @@ def test_a_chunk_without_a_life_gets_one(
     server = by_life if policy == "volatile-ttl" else by_use
     with (
         without_gt(server) as old,
-        redis.Redis(port=server.port) as client,
+        redis_client(server) as client,
         opened(
             server.url if gt else f"redis://127.0.0.1:{old.port}"
         ) as connection,
@@ -208,7 +209,7 @@ def test_where_lives_rank_nothing_uses_write_nothing(by_use: Server) -> None:
     """Except now and then: what is used stays."""
     with (
         opened(by_use.url) as connection,
-        redis.Redis(port=by_use.port) as client,
+        redis_client(by_use) as client,
     ):
         put(connection, 1, rank=9_000_000)
         assert lives(client, 1)[0] < 30_000
@@ -227,7 +228,7 @@ def test_where_lives_rank_nothing_uses_write_nothing(by_use: Server) -> None:
             assert lives(client, 1)[0] < 30_000
     with (
         opened(by_use.url, ranks=True) as connection,
-        redis.Redis(port=by_use.port) as client,
+        redis_client(by_use) as client,
     ):
         put(connection, 2, rank=9_000_000)
         assert lives(client, 2)[0] >= 9_000_000, (
@@ -250,7 +251,7 @@ def test_what_changes_while_connected_is_noticed(
     )
     with (
         redis_server("--maxmemory", "1gb") as server,
-        redis.Redis(port=server.port) as client,
+        redis_client(server) as client,
     ):
         for use in uses:
             client.config_set(
@@ -282,7 +283,7 @@ def test_what_a_server_says_of_itself_is_asked_once_a_minute(
     by_life: Server,
 ) -> None:
     with (
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
         opened(by_life.url) as connection,
     ):
         put(connection, 1)
@@ -296,7 +297,7 @@ def test_what_a_server_says_of_itself_is_asked_once_a_minute(
 def test_ranks_take_half_of_a_life_at_most(by_life: Server) -> None:
     with (
         opened(by_life.url, ttl_seconds=100.0) as connection,
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
     ):
         put(connection, 1, rank=10**12)
         assert 20_000 < client.pttl(name(1)) <= 50_000
@@ -329,7 +330,7 @@ def test_a_new_chunk_stays_as_long_as_most_reuse_takes(
     by_life: Server, gt: bool
 ) -> None:
     """And one that is used again stays to the end of the queue, which is ten minutes long here."""
-    with without_gt(by_life) as old, redis.Redis(port=by_life.port) as client:
+    with without_gt(by_life) as old, redis_client(by_life) as client:
         client_of = RedisClient(
             by_life.url if gt else f"redis://127.0.0.1:{old.port}"
         )
@@ -361,7 +362,7 @@ def test_the_lives_of_machines_with_another_ttl_teach_nothing(
     by_life: Server,
 ) -> None:
     with (
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
         opened(by_life.url) as connection,
     ):
         use_at_ages(by_life.url, client, connection, [LIFE_MS // 10, 2 * LIFE_MS])
@@ -389,7 +390,7 @@ def test_what_slow_traffic_taught_is_forgotten() -> None:
 def test_a_user_without_a_right_reads_and_writes(
     by_life: Server, forbidden: str
 ) -> None:
-    with redis.Redis(port=by_life.port) as client:
+    with redis_client(by_life) as client:
         client.execute_command(f"ACL SETUSER less on >x ~* +@all -{forbidden}")
         with opened(f"redis://less:x@127.0.0.1:{by_life.port}") as connection:
             stored = (
@@ -466,9 +467,8 @@ def check_order(
         return all(abs(lost - n) < 0.5 for n, lost in enumerate(lasts()))
 
     backwards = list(reversed(list(enumerate(keys))))
-    assert all(
-        end.ok for end in ends(tier.store(list(reversed(placed(keys))), ROOT))
-    )
+    for end in ends(tier.store(list(reversed(placed(keys))), ROOT)):
+        assert end.ok
     assert stepwise()
     for client in clients:
         for each in client.keys("*"):
@@ -492,7 +492,7 @@ def check_order(
 def test_a_tail_is_evicted_before_its_head(by_life: Server) -> None:
     with (
         tier_on(RedisClient(by_life.url)) as tier,
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
     ):
         check_order(tier, [client])
 
@@ -502,7 +502,7 @@ def test_a_draft_is_not_the_first_to_be_evicted(by_life: Server) -> None:
     seen: list[int] = []
     with (
         opened(by_life.url) as connection,
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
     ):
 
         def is_valid() -> bool:
@@ -523,7 +523,7 @@ def test_a_mark_of_a_first_request_is_not_the_first_to_be_evicted(
     """A mark with a life of an hour would go before every chunk, and nothing would ever be sent."""
     with (
         opened(by_life.url, second_sight=True) as connection,
-        redis.Redis(port=by_life.port) as client,
+        redis_client(by_life) as client,
     ):
         assert connection.claim(ROOT, [key(1)], soon()) == [PutResult.UNSEEN]
         assert client.pttl(name(1) + ":g") > LIFE_MS - 60_000
@@ -538,7 +538,7 @@ def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> (
             "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"
         ) as server,
         tier_on(RedisClient(server.url), LARGE, connections=1) as tier,
-        redis.Redis(port=server.port) as client,
+        redis_client(server) as client,
     ):
         keys = keys_of(2)
         assert tier.put_many(chunks_of(keys[:1], LARGE), namespace=ROOT) == 1
@@ -587,7 +587,7 @@ def test_the_policy_of_every_node_counts(kind: str) -> None:
         tier = stack.enter_context(tier_on(remote))
         check_order(
             tier,
-            [stack.enter_context(redis.Redis(port=node.port)) for node in nodes],
+            [stack.enter_context(redis_client(node)) for node in nodes],
         )
 
 
@@ -613,7 +613,7 @@ def test_what_is_wrong_with_a_server_is_said_with_its_mend(sign: str) -> None:
         redis_server(
             "--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl"
         ) as server,
-        redis.Redis(port=server.port) as client,
+        redis_client(server) as client,
         opened(server.url, ranks=True) as connection,
     ):
         put(connection, 1)

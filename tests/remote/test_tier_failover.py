@@ -171,7 +171,8 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
         time.sleep(0.6)
         proxy.forget()
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
-        assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
+        for reason in Reason:
+            assert not tier.stats()[f"miss_{reason}"]
 
 
 def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(
@@ -249,7 +250,8 @@ def test_machines_that_compute_the_same_send_it_once(
         futures = [
             future for tier in tiers for future in tier.store(chunks, ROOT)
         ]
-        assert all(end.ok for end in ends(futures))
+        for end in ends(futures):
+            assert end.ok
         assert sum(tier.stats()["stored_chunks"] for tier in tiers) == 12
     asked = 60_000  # claims and answers
     assert (
@@ -277,7 +279,8 @@ def test_a_chunk_whose_writer_died_is_sent_by_another(
         assert load(tier, keys) == [None] * 3, (
             "read from what is still to be sent"
         )
-        assert all(end.ok for end in ends(futures))
+        for end in ends(futures):
+            assert end.ok
         assert tier.stats()["stored_chunks"] == 3
     with tier_on(through(proxy, prefix)) as reader:
         assert load(reader, keys) == [None] * 3
@@ -356,9 +359,8 @@ def test_a_writer_far_away_sends_nothing_that_is_there(
     options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}
     with tier_on(through(proxy, prefix), MEDIUM, **options) as tier:
         assert tier.match_prefix(keys, namespace=ROOT) == 0, "not known in time"
-        assert all(
-            end.ok for end in ends(tier.store(chunks_of(keys, MEDIUM), ROOT))
-        )
+        for end in ends(tier.store(chunks_of(keys, MEDIUM), ROOT)):
+            assert end.ok
         assert proxy.up_bytes < MEDIUM.chunk_bytes / 4
         assert tier.stats()["stored_chunks"] == 0
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-import redis as client
 
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
@@ -42,6 +41,7 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.proxy import Fault, Proxy
+from tests.remote.redis_kit import redis_client
 
 SLOW = Fault(bytes_per_second=4_000_000)  # a large chunk takes most of a second
 BIG_ENOUGH = "64mb"
@@ -102,7 +102,8 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(
         server.kill()
         done = ends(begun, LATE_SECONDS)
         assert not done[-1].ok
-        assert all(end.ok or end.reason in TROUBLE for end in done)
+        for end in done:
+            assert end.ok or end.reason in TROUBLE
         proxy.heal()
         assert set(load(tier, keys, LARGE)) <= TROUBLE
         server.restart()  # empty now
@@ -133,7 +134,8 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(
         proxy.heal()
         try:
             done = ends(begun, LATE_SECONDS)
-            assert all(end.ok or end.reason in TROUBLE for end in done)
+            for end in done:
+                assert end.ok or end.reason in TROUBLE
             for _ in range(3):
                 reasons = load(tier, keys_of(2, chain=1), LARGE)
                 assert set(reasons) <= {
@@ -171,7 +173,7 @@ def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> Non
 
 def test_the_server_forgets_everything(server: Server) -> None:
     keys = keys_of(4)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with tier_on(on(server)) as tier:
         stores(tier, keys)
         recovers(tier, keys)
@@ -188,7 +190,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(
 ) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         proxy.both(SLOW)
@@ -211,7 +213,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(
 
 
 def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     keys = keys_of(2)
     more = keys_of(4, chain=1)
     with tier_on(on(server), LARGE) as tier:
@@ -219,7 +221,8 @@ def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None
         truth.config_set("maxmemory", "1mb")
         done = save(tier, more, LARGE)
         assert {end.reason for end in done} <= {Reason.FULL, Reason.TIER_SKIPPED}
-        assert not any(e.ok for e in done)
+        for e in done:
+            assert not e.ok
         assert done[0].reason is Reason.FULL
         assert tier.stats()["drop_full"] >= 1
         recovers(tier, keys, LARGE)  # a no is not a failure
@@ -231,7 +234,7 @@ def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(
     server: Server,
 ) -> None:
     """As one that is so full that a claim fits and a chunk does not."""
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     keys = keys_of(12)
     truth.execute_command("ACL SETUSER claims on >x ~* +@all -hset")
     with tier_on(
@@ -245,7 +248,7 @@ def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(
 
 
 def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     truth.config_set("maxmemory-policy", "allkeys-lru")
     truth.config_set("maxmemory", "16mb")
     keys = keys_of(12)
@@ -260,9 +263,9 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
     keys = keys_of(2)
     more = keys_of(2, chain=1)
     saved(on(server), keys)
-    client.Redis(port=server.port).config_set("repl-diskless-sync-delay", "0")
+    redis_client(server).config_set("repl-diskless-sync-delay", "0")
     with redis_server("--replicaof", "127.0.0.1", str(server.port)) as replica:
-        truth = client.Redis(port=replica.port)
+        truth = redis_client(replica)
         wait_until(
             lambda: truth.info("replication").get("master_link_status") == "up"
         )
@@ -270,8 +273,10 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
         with tier_on(on(replica)) as tier:
             recovers(tier, keys)
             done = save(tier, more)
-            assert not any(end.ok for end in done)
-            assert all(end.reason for end in done)
+            for end in done:
+                assert not end.ok
+            for end in done:
+                assert end.reason
             recovers(tier, keys)
             truth.replicaof("NO", "ONE")
             stores(tier, more)
@@ -281,7 +286,7 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
 def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
     keys = keys_of(2)
     saved(on(server), keys)
-    truth = client.Redis(port=server.port)
+    truth = redis_client(server)
     with hasty_tier(on(server)) as tier:
         truth.execute_command("CLIENT", "PAUSE", "2500", "ALL")
         assert set(load(tier, keys)) <= {
@@ -306,14 +311,15 @@ def test_a_server_with_another_password(prefix: str = "p") -> None:
                 reasons = load(tier, keys_of(2))
                 assert None not in reasons
                 assert Reason.ABSENT not in reasons
-                assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
+                for end in save(tier, keys_of(2, chain=1)):
+                    assert not end.ok
                 assert "wrong" not in tier.address
         with tier_on(good) as tier:
             recovers(tier, keys_of(2))
 
 
 def test_a_user_who_may_not(shared: Server) -> None:
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     prefix = fresh_prefix()
     saved(on(shared, prefix), keys_of(2))
     truth.execute_command(
@@ -332,7 +338,8 @@ def test_a_user_who_may_not(shared: Server) -> None:
     )
     with tier_on(remote) as tier:
         recovers(tier, keys_of(2))
-        assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
+        for end in save(tier, keys_of(2, chain=1)):
+            assert not end.ok
         recovers(tier, keys_of(2))
 
 
@@ -399,7 +406,7 @@ def test_another_prefix_shares_nothing(shared: Server) -> None:
 
 def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
     prefix = fresh_prefix()
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     near = [
         f"{prefix}",
         f"{prefix}:",
@@ -427,7 +434,8 @@ def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
     saved(on(shared, prefix), keys_of(3))
     with tier_on(on(shared, prefix)) as tier:
         assert tier.clear() == 3
-    assert all(truth.exists(name) for name in near)
+    for name in near:
+        assert truth.exists(name)
 
 
 @pytest.mark.parametrize("connections", [1, 4])
@@ -453,7 +461,7 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
             assert {of_one.reason, of_two.reason} <= {None, Reason.BUSY}
         for tier in (one, two):
             assert load(tier, keys, LARGE, PATIENT_SECONDS) == [None] * 8
-    truth = client.Redis(port=shared.port)
+    truth = redis_client(shared)
     assert len(list(truth.scan_iter(f"{prefix}:*"))) == 8  # and nothing else
 
 
@@ -461,11 +469,7 @@ def test_a_time_to_live(shared: Server) -> None:
     keys = keys_of(1)
     prefix = fresh_prefix()
     saved(on(shared, prefix, ttl_seconds=100.0), keys)
-    assert (
-        0
-        < client.Redis(port=shared.port).pttl(name_of(prefix, keys[0]))
-        <= 100_000
-    )
+    assert 0 < redis_client(shared).pttl(name_of(prefix, keys[0])) <= 100_000
 
 
 # ---- the queue
@@ -483,7 +487,8 @@ def test_a_full_queue_drops_the_newest(server: Server) -> None:
                 begun = tier.store(chunks_of(keys), ROOT)
             full = [future.result(0) for future in begun[4:]]
             assert full == [Done(False, Reason.QUEUE_FULL)] * 6
-            assert not any(future.done() for future in begun[:4])
+            for future in begun[:4]:
+                assert not future.done()
             assert tier.stats()["drop_queue_full"] == 6
         finally:
             server.cont()
@@ -509,4 +514,5 @@ def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
             assert tier.stats()["miss_deadline"] <= 3
         finally:
             server.cont()
-        assert not any(end.ok for end in ends(begun[1:]))
+        for end in ends(begun[1:]):
+            assert not end.ok

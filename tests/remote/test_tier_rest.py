@@ -23,6 +23,7 @@ from tests.cache.kit import (
     PATIENT_SECONDS,
     blank,
     config_of,
+    hit_of,
     prompt,
     served,
     stored,
@@ -78,8 +79,8 @@ def test_nothing_is_asked_of_an_engine_that_is_away(
         began = time.monotonic()
         asked = 0
         while time.monotonic() - began < 2.5:
-            assert served(cache, prompt(4))[0].by_tier == {"host": 64}
-            assert served(cache, prompt(3, 1))[0].num_tokens == 0
+            assert hit_of(cache, prompt(4)).by_tier == {"host": 64}
+            assert hit_of(cache, prompt(3, 1)).num_tokens == 0
             assert cache.lookup(prompt(3, 2)).num_tokens == 0
             asked += 3
         probes = (time.monotonic() - began) / PROBE_SECONDS + 1
@@ -92,7 +93,7 @@ def test_nothing_is_asked_of_an_engine_that_is_away(
         proxy.heal()
         wait_until(lambda: not remote.resting)
         wait_until(
-            lambda: served(cache, prompt(4), tiers=["redis"])[0].num_tokens == 64
+            lambda: hit_of(cache, prompt(4), tiers=["redis"]).num_tokens == 64
         )
 
 
@@ -165,7 +166,7 @@ def test_stores_do_not_wait_for_an_engine_that_is_away(
         patience = Patience(10.0)
         stored(cache, prompt(20, 3))  # a flush has nothing to wait for
         assert not patience.ended, patience.said()
-        assert served(cache, prompt(20, 3))[0].by_tier == {"host": 320}
+        assert hit_of(cache, prompt(20, 3)).by_tier == {"host": 320}
         assert remote.stats()[f"drop_{Reason.TIER_SKIPPED}"] >= 20
         assert cache.stats()["waiting_chunks"] == 0
 
@@ -182,4 +183,4 @@ def test_a_slow_engine_costs_a_retrieve_a_moment_only(
         hit, _ = served(cache, prompt(4, 1))
         assert hit.num_tokens == 0
         assert not patience.ended, patience.said()
-        assert served(cache, prompt(4))[0].by_tier == {"host": 64}
+        assert hit_of(cache, prompt(4)).by_tier == {"host": 64}

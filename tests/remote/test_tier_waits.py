@@ -51,7 +51,8 @@ def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(
             proxy.cut(reset=reset)
             wait_until(lambda: proxy.open_connections == 0)
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
-        assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
+        for reason in Reason:
+            assert not tier.stats()[f"miss_{reason}"]
 
 
 def test_a_lookup_waits_no_longer_than_its_deadline_and_a_late_answer_serves_the_next(
@@ -84,9 +85,8 @@ def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
     with tier_on(through(proxy, fresh_prefix()), clock=clock) as tier:
         assert tier.match_prefix(absent, namespace=ROOT) == 0
         asked = proxy.traffic
-        assert not any(
-            tier.match_prefix(absent, namespace=ROOT) for _ in range(20)
-        )
+        for _ in range(20):
+            assert not tier.match_prefix(absent, namespace=ROOT)
         assert proxy.traffic == asked
         clock.advance(0.15)  # what is stored meanwhile is found soon
         assert tier.match_prefix(absent, namespace=ROOT) == 0
@@ -128,10 +128,8 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
     keys = keys_of(2)
     zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
     with tier_on(remote, zeros, codec="zstd") as tier:
-        assert all(
-            tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT)
-            for key in keys
-        )
+        for key in keys:
+            assert tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT)
     with tier_on(remote, zeros) as tier:
         with monkeypatch.context() as elsewhere:
             elsewhere.setitem(sys.modules, "zstandard", None)
@@ -170,11 +168,13 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
                 keys[2:], [aligned(65536) for _ in keys[2:]], namespace=ROOT
             )
             time.sleep(0.3)  # all of them wait for the first answer
-            assert not any(future.done() for future in (*saves[:1], *loads[:1]))
+            for future in (*saves[:1], *loads[:1]):
+                assert not future.done()
             patience = Patience(5.0)
             tier.close(10.0)
             assert not patience.ended, patience.said()
-            assert not any(done.ok for done in ends([*saves, *loads], 0.1))
+            for done in ends([*saves, *loads], 0.1):
+                assert not done.ok
 
 
 @pytest.mark.parametrize("engine", ["http", "https"])

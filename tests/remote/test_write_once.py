@@ -63,9 +63,8 @@ def store(url: str, layout: KVLayout, gate: Barrier) -> None:
     chunks = chunks_of(keys_of(CHUNKS), layout)
     with tier_on(RedisClient(url), layout) as tier:
         gate.wait(PATIENT_SECONDS)
-        assert all(
-            end.ok for end in ends(tier.store(chunks, ROOT), 2 * PATIENT_SECONDS)
-        )
+        for end in ends(tier.store(chunks, ROOT), 2 * PATIENT_SECONDS):
+            assert end.ok
 
 
 @pytest.mark.slow

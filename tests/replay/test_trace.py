@@ -59,7 +59,8 @@ def test_an_empty_trace_has_no_requests(tmp_path: Path) -> None:
 def test_what_is_written_is_read(tmp_path: Path, wanted: list[Request]) -> None:
     wanted.sort(key=lambda request: request.timestamp_ms)
     lines = [format_request(request) for request in wanted]
-    assert all("\n" not in line for line in lines)
+    for line in lines:
+        assert "\n" not in line
     assert list(read_trace(written(tmp_path, *lines))) == wanted
 
 
@@ -170,11 +171,9 @@ def test_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sample_has_the_requests_it_had() -> None:
     first = sample()[0]
     assert len(sample()) == 2000
-    assert (first.timestamp_ms, first.input_length, first.output_length) == (
-        0.0,
-        6758,
-        500,
-    )
+    assert first.timestamp_ms == 0.0
+    assert first.input_length == 6758
+    assert first.output_length == 500
     assert first.hash_ids == tuple(range(14))
 
 

@@ -25,6 +25,7 @@ from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned
 from pagoda.tiers.remote.remote_tier import STORE_ID
+from pagoda.transfer import DenseKV
 from testbed.patience import Patience
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ def kv_of(
         [joined[layer, part] for part in range(shape[1])]
         for layer in range(shape[0])
     ]
+
+
+def dense_kv(chain: int, chunks: int) -> DenseKV:
+    """Return the KV of a prompt, ready to be moved."""
+    return DenseKV(kv_of(chain, chunks), LAYOUT)
 
 
 def value_of(

@@ -17,7 +17,6 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pagoda import Cache, Namespace
-from pagoda.transfer import DenseKV
 from pagoda_tools.serve import operator_routes
 from pagoda_tools.serve.access import AccessRules
 from pagoda_tools.serve.operations import MOST_TOKENS, PromptTools
@@ -31,8 +30,8 @@ from tests.serve.kit import (
     Answer,
     Engine,
     Server,
+    dense_kv,
     engine,
-    kv_of,
     server,
     tokens_of,
 )
@@ -150,7 +149,8 @@ def test_the_login_gives_a_cookie_that_serves_the_own_page_only(
     assert b"<form" in wrong.body
     assert b"this is not the token" in wrong.body
     form = page.ask("POST", "/login", f"token={TOKEN}".encode(), kind)
-    assert (form.status, form.headers["Location"]) == (303, "/")
+    assert form.status == 303
+    assert form.headers["Location"] == "/"
     assert "Set-Cookie" in form.headers
 
 
@@ -263,11 +263,9 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     assert answer["asked_tokens"] == 5 * CHUNK
     (found,) = answer["namespaces"]  # type: ignore[misc]
     (row,) = found["answers"]
-    assert (row["tier"], row["num_tokens"], row["reason"]) == (
-        "host",
-        4 * CHUNK,
-        "absent",
-    )
+    assert row["tier"] == "host"
+    assert row["num_tokens"] == 4 * CHUNK
+    assert row["reason"] == "absent"
     assert any("nearest" in line for line in found["lines"])
     # what this read is no answer after the next change
     page.ask("GET", "/stats.json")
@@ -302,7 +300,7 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
 @pytest.mark.slow
 def test_a_prompt_is_about_the_model_that_was_chosen(shm_root: Path) -> None:
     prompt = {"tokens": tokens_of(1, 4)}
-    kv = DenseKV(kv_of(1, 4), LAYOUT)
+    kv = dense_kv(1, 4)
     with ExitStack() as stack:
         for model in ("one", "two"):
             cache = stack.enter_context(
@@ -484,8 +482,7 @@ def test_the_question_goes_to_the_neighbours_too(
 
 def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
     from pagoda import Cache, Namespace
-    from pagoda.transfer import DenseKV
-    from tests.serve.kit import LAYOUT, kv_of
+    from tests.serve.kit import LAYOUT
 
     tenant = Namespace("served", salt=SALT)
     with Cache(
@@ -495,7 +492,7 @@ def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
         host_path=str(host),
         host_size="8MiB",
     ) as cache:
-        cache.store(tokens_of(7, 2), DenseKV(kv_of(7, 2), LAYOUT))
+        cache.store(tokens_of(7, 2), dense_kv(7, 2))
         wait_until(
             lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2
         )  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from pagoda.base.errors import StoreError
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
-from pagoda.transfer import DenseKV
 from pagoda_tools.serve import history, live_feed
 from pagoda_tools.serve.blocking_calls import BlockingCallPool
 from pagoda_tools.serve.history import machine_seconds
@@ -39,7 +38,7 @@ from tests.serve.kit import (
     LAYOUT,
     NAMESPACE,
     SECONDS,
-    kv_of,
+    dense_kv,
     tokens_of,
 )
 
@@ -75,11 +74,9 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(
         assert unknown["engine_seconds"] is None
         assert unknown["money"] is None
         assert unknown["engine_words"] == "nothing has hit yet"
-        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.store(tokens_of(1, 4), dense_kv(1, 4))
         assert (
-            cache.retrieve(
-                tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)
-            ).num_tokens
+            cache.retrieve(tokens_of(1, 4), dense_kv(2, 4)).num_tokens
             == 4 * CHUNK
         )
         unknown = overview.take()["saved"]
@@ -127,7 +124,7 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
     with opened(shm_root) as cache:
         overview = Overview(lambda: ledgers_of(cache))
         assert overview.take()["sample"] is None
-        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
+        cache.store(tokens_of(1, 2), dense_kv(1, 2))
         cache.lookup(tokens_of(1, 3))
         sample = overview.take()["sample"]
         assert isinstance(sample, dict)
@@ -166,16 +163,14 @@ def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(
             ledger.namespaces.register(
                 blake3(b"%d" % number).digest(), {"model": f"empty {number}"}
             )
-        cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+        cache.store(tokens_of(1, 1), dense_kv(1, 1))
         found = Overview(lambda: [ledger]).take()
         rows = found["namespaces"]
         assert isinstance(rows, list)
         assert len(rows) == MOST_NAMESPACES
         assert found["more_namespaces"] == 10
-        assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == (
-            "served",
-            {"host": 1},
-        )
+        assert rows[0]["fields"]["model"] == "served"
+        assert rows[0]["chunks"] == {"host": 1}
 
 
 def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
@@ -186,18 +181,16 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
         opened(shm_root / "one") as cache,
         opened(shm_root / "two", other) as neighbour,
     ):
-        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
+        cache.store(tokens_of(1, 2), dense_kv(1, 2))
         cache.lookup(tokens_of(1, 3))
         neighbour.lookup(tokens_of(1, 1))
         overview = Overview(lambda: [*ledgers_of(cache), *ledgers_of(neighbour)])
         requests = overview.take()["requests"]
         assert isinstance(requests, list)
         last, first = requests
-        assert (first["asked_tokens"], first["reason"], first["pid"]) == (
-            3 * CHUNK,
-            "absent",
-            os.getpid(),
-        )
+        assert first["asked_tokens"] == 3 * CHUNK
+        assert first["reason"] == "absent"
+        assert first["pid"] == os.getpid()
         assert first["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
         assert cache.namespace.root.hex().startswith(first["namespace"])
         assert first["fields"]["model"] == "served"
@@ -216,7 +209,7 @@ def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(
     shm_root: Path,
 ) -> None:
     with opened(shm_root) as cache:
-        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.store(tokens_of(1, 4), dense_kv(1, 4))
         for number in range(MOST_PINS + 7):
             cache.pin(tokens_of(1, 1), owner=f"owner {number}")
         cache.pin(tokens_of(1, 4), owner="the largest")
@@ -236,7 +229,8 @@ def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(
         broken = ledgers_of(other)[0]
         other.close()
         found = Overview(lambda: [*ledgers_of(cache), broken]).take()
-        assert len(found["tiers"]) == 1 and len(found["troubles"]) == 1  # type: ignore[arg-type]
+        assert len(found["tiers"]) == 1  # type: ignore[arg-type]
+        assert len(found["troubles"]) == 1  # type: ignore[arg-type]
 
 
 def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
@@ -262,11 +256,9 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
     assert 0 <= ages[0][0] < ages[1][0]
     assert len(asked) == 1
     redis, s3 = first  # type: ignore[misc]
-    assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (
-        5,
-        10,
-        None,
-    )
+    assert redis["used_bytes"] == 5
+    assert redis["size_bytes"] == 10
+    assert redis["hit_tokens"] is None
     assert s3["trouble"] == "refused"
 
 
@@ -315,7 +307,7 @@ def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
                 while len(overview.history.seconds) < 5:
                     await asyncio.sleep(0.01)
                 assert not taken
-                cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+                cache.store(tokens_of(1, 1), dense_kv(1, 1))
                 while not overview.history.recent(machine_seconds()).counts[
                     "stored_bytes"
                 ]:
@@ -605,7 +597,7 @@ def test_beside_every_sum_of_several_stores_is_the_fullest_one(
         overview.take()
         slots = ledgers[1].slots
         for number in range(slots // 4 + 3):
-            busy.store(tokens_of(number, 4), DenseKV(kv_of(1, 4), LAYOUT))
+            busy.store(tokens_of(number, 4), dense_kv(1, 4))
         (tier,) = overview.take()["tiers"]  # type: ignore[misc]
         fullest, other = tier["stores"]
         assert fullest["directory"] == str(ledgers[1].directory)
@@ -619,7 +611,8 @@ def test_beside_every_sum_of_several_stores_is_the_fullest_one(
         assert fullest["used_bytes"] > 0.9 * fullest["size_bytes"]
         assert fullest["evicted_per_second"] > 0
         assert other["directory"] == str(ledgers[0].directory)
-        assert (other["used_bytes"], other["evicted_per_second"]) == (0, 0)
+        assert other["used_bytes"] == 0
+        assert other["evicted_per_second"] == 0
         assert tier["used_bytes"] == fullest["used_bytes"]
         assert tier["size_bytes"] == fullest["size_bytes"] + other["size_bytes"]
         assert tier["most_bytes"] == fullest["most_bytes"] + other["most_bytes"]
@@ -633,7 +626,7 @@ def test_a_store_that_cannot_be_read_now_keeps_its_figures_and_says_how_old_they
     with opened(shm_root / "one") as cache, opened(shm_root / "two") as other:
         ledgers = [*ledgers_of(cache), *ledgers_of(other)]
         overview = Overview(lambda: ledgers)
-        other.store(tokens_of(1, 3), DenseKV(kv_of(1, 3), LAYOUT))
+        other.store(tokens_of(1, 3), dense_kv(1, 3))
         other.lookup(tokens_of(1, 3))
         before = overview.take()
         other.close()

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pagoda import Cache, Namespace
-from pagoda.transfer import DenseKV
 from testbed.patience import wait_until
 from testbed.programs import lacking, path_of
 from tests.serve.kit import (
@@ -21,7 +20,7 @@ from tests.serve.kit import (
     LAYOUT,
     TOKEN,
     Server,
-    kv_of,
+    dense_kv,
     server,
     tokens_of,
 )
@@ -87,7 +86,7 @@ def opened(root: Path, namespace: Namespace) -> Cache:
 @pytest.fixture(scope="module")
 def cache(root: Path) -> Iterator[Cache]:
     with opened(root, Namespace(MARKUP, salt="tenant A")) as made:
-        made.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        made.store(tokens_of(1, 4), dense_kv(1, 4))
         yield made
 
 
@@ -197,14 +196,14 @@ def test_the_token_is_asked_for_and_opens_the_page(
 
 def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
     cache.clear(everything=True)
-    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+    cache.store(tokens_of(1, 4), dense_kv(1, 4))
     expect(page, "#storeys", "4 chunks")
     assert "host memory" in page.inner_text("#storeys")
     assert MARKUP in page.inner_text("#namespaces")
     assert page.title() == "PagodaKV"
     assert "tenant A" not in page.content()
-    cache.store(tokens_of(2, 3), DenseKV(kv_of(2, 3), LAYOUT))
-    hit = cache.retrieve(tokens_of(2, 4), DenseKV(kv_of(3, 4), LAYOUT))
+    cache.store(tokens_of(2, 3), dense_kv(2, 3))
+    hit = cache.retrieve(tokens_of(2, 4), dense_kv(3, 4))
     assert hit.num_tokens == 3 * CHUNK
     expect(page, "#storeys", "7 chunks")
     expect(page, "#misses", "absent")
@@ -223,7 +222,7 @@ def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None: 
 
 
 def test_it_is_used_by_keyboard(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
-    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+    cache.store(tokens_of(1, 4), dense_kv(1, 4))
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     for _ in range(10):
@@ -264,7 +263,7 @@ def test_clearing_asks_before_and_clears_what_it_names(
     )
     with opened(root, Namespace("another")) as neighbour:
         for one in (cache, neighbour):
-            one.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+            one.store(tokens_of(1, 4), dense_kv(1, 4))
         for button in ('[aria-label="Clear another"]', "#clear-all"):
             page.click(button)
             assert page.locator("#confirm").is_visible()
@@ -568,7 +567,8 @@ def test_of_a_time_in_which_nobody_looked_no_line_is_drawn(
     ]
     drawn = fed.get_attribute("#chart path.host", "d")
     lefts = [float(part.split()[0]) for part in drawn.split("M")[1:]]
-    assert not any(200 <= left < 397 for left in lefts)
+    for left in lefts:
+        assert not (200 <= left < 397)
     assert "nothing is known" in fed.get_attribute("#chart svg", "aria-label")
     expect(fed, "#legend", "nobody looked")
 

@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from pagoda.cache import Cache
-from pagoda.transfer import DenseKV
 from pagoda_tools.serve.exposition import FAMILIES
 from testbed.patience import wait_until
 from testbed.programs import lacking
@@ -28,7 +27,7 @@ from tests.serve.kit import (
     LAYOUT,
     NAMESPACE,
     TOKEN,
-    kv_of,
+    dense_kv,
     server,
     tokens_of,
 )
@@ -137,20 +136,16 @@ def test_prometheus_reads_every_metric_with_its_help_and_every_query_has_data(
         Cache(host_path=shm_root, host_size="4MiB", **options) as cache,
         server(shm_root) as served,
     ):  # type: ignore[arg-type]
-        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
-        cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.store(tokens_of(1, 4), dense_kv(1, 4))
+        cache.retrieve(tokens_of(1, 4), dense_kv(1, 4))
         cache.observe_prefill(100, 0.1)  # without it no time was saved
         with prometheus(tmp_path, ":".join(map(str, served.address))) as monitor:
             wait_until(
                 lambda: has_data(monitor, "rate(pagoda_lookups_total[1m])")
             )
             for number in range(3):
-                cache.store(
-                    tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT)
-                )
-                hit = cache.retrieve(
-                    tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT)
-                )
+                cache.store(tokens_of(number, 4), dense_kv(number, 4))
+                hit = cache.retrieve(tokens_of(number, 4), dense_kv(number, 4))
                 assert hit.num_tokens == 4 * CHUNK
             wait_until(
                 lambda: has_data(

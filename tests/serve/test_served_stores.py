@@ -47,7 +47,8 @@ def save(tier: HostTier | DiskTier, numbers: list[int]) -> None:
         Chunk(KEYS[n], n, CHUNK, payload_of(1, n), None, lambda: True)
         for n in numbers
     ]
-    assert all(future.result(30.0).ok for future in tier.store(chunks, ROOT))
+    for future in tier.store(chunks, ROOT):
+        assert future.result(30.0).ok
 
 
 def located(stores: ServedStores, number: int) -> LocatedChunk:

@@ -81,10 +81,8 @@ def test_errors_have_a_code_and_nvidia_s_name(stub: Stub) -> None:
     stub.library.stub_refuse(1, OUT_OF_MEMORY)
     with pytest.raises(DriverError) as caught:
         driver.register(array.ctypes.data, array.nbytes)
-    assert (caught.value.code, caught.value.name) == (
-        OUT_OF_MEMORY,
-        "CUDA_ERROR_OUT_OF_MEMORY",
-    )
+    assert caught.value.code == OUT_OF_MEMORY
+    assert caught.value.name == "CUDA_ERROR_OUT_OF_MEMORY"
     stub.library.stub_refuse(1, 9999)
     with pytest.raises(DriverError, match="an unknown error"):
         driver.register(array.ctypes.data, array.nbytes)

@@ -111,7 +111,8 @@ def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
     slab.write(0, out)
     back = [aligned(PAGE_BYTES) for _ in range(count)]
     slab.read(0, back)
-    assert all((a == b).all() for a, b in zip(out, back, strict=True))
+    for a, b in zip(out, back, strict=True):
+        assert (a == b).all()
     slab.close()
 
 
@@ -138,7 +139,8 @@ def test_short_calls_lose_nothing(
         room[:] = 0xEE
     slab.write(1, out)
     slab.read(1, back)
-    assert all((a == b).all() for a, b in zip(out, back, strict=True))
+    for a, b in zip(out, back, strict=True):
+        assert (a == b).all()
     slab.close()
 
 

@@ -261,9 +261,8 @@ class Calls(Judge):
             )
             assert answer.new == len(answer.table) - len(request.table)
             new = answer.table[len(request.table) :]
-            assert not any(
-                set(new) & set(other.table) for other in self.running()
-            )
+            for other in self.running():
+                assert not (set(new) & set(other.table))
             self.devices.scribble(new)
             request.table = answer.table
         if not isinstance(answer, NoRoom):
@@ -470,7 +469,8 @@ class Calls(Judge):
             prompt.tokens, items=prompt.items, salt=prompt.salt
         )
         assert tokens % BLOCK == 0
-        assert all(self.in_tree(key) for key in keys[: tokens // BLOCK])
+        for key in keys[: tokens // BLOCK]:
+            assert self.in_tree(key)
         if tokens:
             self.pins.append((prompt.head(tokens), set(keys[: tokens // BLOCK])))
 

@@ -257,9 +257,8 @@ class Judge(Engine):
             ] == wanted
             self.devices.scribble(blocks)
         else:
-            assert not any(
-                (copy.slot, copy.generation) in host for copy in plan.copies
-            )
+            for copy in plan.copies:
+                assert (copy.slot, copy.generation) not in host
             downs = {
                 copy.slot
                 for other in others
@@ -421,7 +420,8 @@ class Judge(Engine):
             for ticket in self.tickets.values()
             for copy in ticket.plan.copies
         }
-        assert all(not manager._pool.is_free(block) for block in tables | tree)
+        for block in tables | tree:
+            assert not manager._pool.is_free(block)
         taken = {
             block
             for block in range(manager.total)

@@ -75,7 +75,8 @@ def test_restart_in_the_same_process(tmp_path: Path, direct: bool | None) -> Non
     tier.close()
     again = open_disk(tmp_path, direct=direct)
     assert again.match_prefix(keys) == 12
-    assert all(right(again, key) for key in keys)
+    for key in keys:
+        assert right(again, key)
     check(again)
     again.close()
 
@@ -85,7 +86,8 @@ def test_restart_by_other_processes(tmp_path: Path) -> None:
     assert worker("store", tmp_path, 32, 12).split() == ["12"]
     assert worker("read", tmp_path, 32, 12).split() == ["12"]
     tier = open_disk(tmp_path)
-    assert all(right(tier, key) for key in keys_of(12))
+    for key in keys_of(12):
+        assert right(tier, key)
     tier.close()
 
 
@@ -109,9 +111,8 @@ def test_any_buffer_will_do(
     ]
     assert all(oks(tier.store(chunks, ROOT)))
     assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
-    assert all(
-        is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
-    )
+    for key, buffer in zip(keys, buffers, strict=True):
+        assert is_right(key, buffer)
     tier.close()
 
 
@@ -122,14 +123,15 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert tier.match_prefix(keys) == 6
-    assert all(tier.in_flight(key) and tier.contains(key) for key in keys)
+    for key in keys:
+        assert tier.in_flight(key)
+        assert tier.contains(key)
     buffers = [room() for _ in keys]
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
     assert all(oks(loading))
-    assert all(
-        is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
-    )
+    for key, buffer in zip(keys, buffers, strict=True):
+        assert is_right(key, buffer)
     assert all(oks(saving))
     assert slab.calls["read"] == 0
     tier.close()
@@ -203,10 +205,8 @@ def test_a_mixed_run_of_stored_and_queued_is_one_run(tmp_path: Path) -> None:
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
     assert oks(loading) == [True] * 7 + [False] * 2
-    assert all(
-        is_right(key, buffer)
-        for key, buffer in zip(keys[:7], buffers, strict=False)
-    )
+    for key, buffer in zip(keys[:7], buffers, strict=False):
+        assert is_right(key, buffer)
     assert all(oks(saving))
     tier.close()
 
@@ -227,7 +227,8 @@ def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
     slab.release()
     assert followers == [2]
     assert all(oks(loading))
-    assert all(is_right(key, buffer) for buffer in buffers)
+    for buffer in buffers:
+        assert is_right(key, buffer)
     assert slab.calls["read"] == 1
     tier.close()
 
@@ -284,8 +285,10 @@ def test_small_chunks_are_written_many_at_once(
     tier = open_disk(tmp_path, slots=512, io_threads=2, queue_chunks=16)
     keys = keys_of(12)
     store(tier, keys)
-    assert (batches, calls) == ([12], [24])
-    assert all(right(tier, key) for key in keys)
+    assert batches == [12]
+    assert calls == [24]
+    for key in keys:
+        assert right(tier, key)
     tier.close()
 
 
@@ -321,7 +324,8 @@ def test_neighbours_are_read_by_one_call(
     buffers[7] = np.empty(LAYOUT.chunk_bytes, np.uint8)
     assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
     assert all(map(is_right, keys, buffers))
-    assert (calls, asked) == ([24], [12])
+    assert calls == [24]
+    assert asked == [12]
     tier.close()
 
 
@@ -433,7 +437,8 @@ def test_flush_waits_for_all(tmp_path: Path) -> None:
     assert not tier.flush(0.05)
     slab.release()
     assert tier.flush(SECONDS)
-    assert all(future.done() for future in saving)
+    for future in saving:
+        assert future.done()
     tier.close()
 
 
@@ -573,7 +578,8 @@ def test_a_cleared_namespace_stays_clear_of_what_was_being_written(
     assert tier.match_prefix(keys) == 0
     check(tier)
     store(tier, keys)
-    assert all(right(tier, key) for key in keys)
+    for key in keys:
+        assert right(tier, key)
     tier.close()
 
 
@@ -667,7 +673,8 @@ def test_what_is_stored_is_ok_and_takes_no_place_in_the_queue(
         )
     slab.fail_next("write", Fault.HANG)
     futures = tier.store(chunks_of(keys), ROOT)
-    assert all(future.done() for future in futures[:16])
+    for future in futures[:16]:
+        assert future.done()
     slab.release()
     assert all(oks(futures))
     assert tier.stats()["drop_queue_full"] == 0
@@ -696,7 +703,8 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     with pytest.raises(KeyboardInterrupt):
         tier.clear()
     monkeypatch.undo()
-    assert all(future.done() for future in futures[1:])
+    for future in futures[1:]:
+        assert future.done()
     slab.release()
     assert tier.flush(SECONDS)
     assert not any(oks(futures))

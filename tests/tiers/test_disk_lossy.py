@@ -80,14 +80,17 @@ def test_it_survives_a_restart_and_the_loss_of_its_ledger(
     tmp_path: Path, codec_name: str
 ) -> None:
     tier = open_disk(tmp_path, codec_name)
-    assert all(done.ok for done in save(tier))
-    assert all(is_approximated(tier, key, codec_name) for key in KEYS)
+    for done in save(tier):
+        assert done.ok
+    for key in KEYS:
+        assert is_approximated(tier, key, codec_name)
     directory = tier.ledger.directory
     tier.close()
     (directory / "data.mdb").write_bytes(b"not a database")
     tier = open_disk(tmp_path, codec_name)
     assert tier.wait_ready(SECONDS)
-    assert all(is_approximated(tier, key, codec_name) for key in KEYS)
+    for key in KEYS:
+        assert is_approximated(tier, key, codec_name)
     admin.check(tier.ledger)
     tier.close()
 
@@ -113,7 +116,8 @@ def test_each_codec_has_a_store_of_its_own(tmp_path: Path) -> None:
         )
         tier.register(NAMESPACE)
         assert tier.match_prefix(KEYS, namespace=NAMESPACE.root) == 0
-        assert all(done.ok for done in save(tier))
+        for done in save(tier):
+            assert done.ok
         directories.add(tier.ledger.directory.name)
         tier.close()
     assert directories == {
@@ -159,7 +163,8 @@ def test_a_server_of_chunks_leaves_such_stores_alone(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     save(tier)
     assert ServedStore.open(tier.ledger.directory, 5.0) is None
-    assert all(is_approximated(tier, key) for key in KEYS)
+    for key in KEYS:
+        assert is_approximated(tier, key)
     tier.close()
 
 

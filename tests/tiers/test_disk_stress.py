@@ -50,7 +50,8 @@ def act(tier: DiskTier, dice: random.Random) -> None:
             futures = tier.store(chunks_of(keys, still_valid=valid.is_set), ROOT)
             time.sleep(dice.random() / 500)
             valid.clear()
-            assert all(future.result(SECONDS) for future in futures)
+            for future in futures:
+                assert future.result(SECONDS)
         case 3 | 4:
             buffers = [room() for _ in keys]
             for key, buffer, future in zip(
@@ -127,7 +128,8 @@ def test_no_wrong_bytes_no_leaks_no_hangs(tmp_path: Path, seed: int) -> None:
     over.set()
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    for thread in threads:
+        assert not thread.is_alive()
     assert errors == []
     slab.heal()
     assert tier.flush(SECONDS)

@@ -50,7 +50,8 @@ def test_all_chunks_are_found_again(tmp_path: Path) -> None:
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path)
     assert again.match_prefix(keys) == 20
-    assert all(right(again, key) for key in keys)
+    for key in keys:
+        assert right(again, key)
     assert check(again)["ready"] == 20
     store(again, keys_of(12, chain=1))
     again.close()
@@ -64,7 +65,8 @@ def test_more_slots_than_a_batch(tmp_path: Path) -> None:
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path, 200)
     assert again.match_prefix(keys) == 150
-    assert all(right(again, key) for key in keys[::10])
+    for key in keys[::10]:
+        assert right(again, key)
     again.close()
 
 
@@ -80,7 +82,8 @@ def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
     again = reopened(tmp_path)
     assert again.match_prefix(before) == 0
     assert again.match_prefix(after) == 3
-    assert all(right(again, key) for key in after)
+    for key in after:
+        assert right(again, key)
     again.close()
 
 
@@ -129,7 +132,8 @@ def test_headers_of_another_store_are_not_ours(tmp_path: Path) -> None:
     place.write_bytes(stolen.read_bytes())
     lose_the_ledger(tmp_path / "ours")
     again = reopened(tmp_path / "ours")
-    assert not any(again.contains(key) for key in keys_of(4))
+    for key in keys_of(4):
+        assert not again.contains(key)
     assert check(again)["free"] == 32
     again.close()
 
@@ -179,8 +183,10 @@ def test_two_tiers_of_one_process_scan_once(tmp_path: Path) -> None:
     tier.close()
     lose_the_ledger(tmp_path)
     tiers = [open_disk(tmp_path, slots=200) for _ in range(3)]
-    assert all(each.wait_ready(SECONDS) for each in tiers)
-    assert all(each.match_prefix(keys) == 100 for each in tiers)
+    for each in tiers:
+        assert each.wait_ready(SECONDS)
+    for each in tiers:
+        assert each.match_prefix(keys) == 100
     check(tiers[0])
     for each in tiers:
         each.close()

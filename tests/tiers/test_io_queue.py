@@ -99,7 +99,8 @@ def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
     queued = queue.add_writes(slowly())
     thread.join(60)
     assert taken == [4]
-    assert all(isinstance(each, WriteRequest) for each in queued)
+    for each in queued:
+        assert isinstance(each, WriteRequest)
 
 
 def test_workers_share_what_is_queued_but_no_small_batch() -> None:

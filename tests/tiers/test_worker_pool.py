@@ -49,7 +49,8 @@ def test_close_leaves_nothing_running(tmp_path: Path) -> None:
     assert of_pool
     store(tier, keys_of(4))
     tier.close(timeout=60.0)
-    assert not any(thread.is_alive() for thread in of_pool)
+    for thread in of_pool:
+        assert not thread.is_alive()
     # nobody waits for those of the ledger, which were only told to end
     assert gone(threads)
     tier.close()
@@ -124,7 +125,8 @@ def test_a_payload_is_let_go_once_it_is_written(tmp_path: Path) -> None:
         any(payload() is not None for payload in payloads) and not patience.ended
     ):
         time.sleep(0.01)
-    assert all(payload() is None for payload in payloads)
+    for payload in payloads:
+        assert payload() is None
     tier.close()
 
 
@@ -150,7 +152,8 @@ print("end")
         line.startswith("made a disk tier") for line in run.stderr.splitlines()
     ), run.stderr
     tier = open_disk(tmp_path)
-    assert all(right(tier, key) for key in keys_of(4))
+    for key in keys_of(4):
+        assert right(tier, key)
     check(tier)
     tier.close()
 
@@ -163,11 +166,13 @@ def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
 
     def work() -> None:
         store(tier, childs)
-        assert all(right(tier, key) for key in [*mine, *childs])
+        for key in [*mine, *childs]:
+            assert right(tier, key)
         tier.close()
 
     in_child(work)
-    assert all(right(tier, key) for key in [*mine, *childs])
+    for key in [*mine, *childs]:
+        assert right(tier, key)
     store(tier, keys_of(4, chain=2))
     check(tier)
     tier.close()
@@ -190,7 +195,8 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
     in_child(work)
     slab.release()
     assert all(oks(saving))
-    assert all(right(tier, key) for key in [*keys, *keys_of(3, chain=1)])
+    for key in [*keys, *keys_of(3, chain=1)]:
+        assert right(tier, key)
     admin.reap(tier.ledger)
     check(tier)
     tier.close()
@@ -203,7 +209,8 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
         saving = tier.store(chunks_of(keys_of(8, chain)), ROOT)
         in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)))  # type: ignore[misc]
         assert all(oks(saving))
-        assert all(right(tier, key) for key in keys_of(2, 100 + chain))
+        for key in keys_of(2, 100 + chain):
+            assert right(tier, key)
     admin.reap(tier.ledger)
     check(tier)
     tier.close()
@@ -223,9 +230,11 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_store(
     def work() -> None:
         disk_store.record_error(OSError("logged once"), "a test")
         assert tier.match_prefix(keys) == 3
-        assert all(right(tier, key) for key in keys)
+        for key in keys:
+            assert right(tier, key)
 
     with disk_store.breaker._lock, disk_store.log._lock:
         in_child(work)
-    assert all(right(tier, key) for key in keys)
+    for key in keys:
+        assert right(tier, key)
     tier.close()

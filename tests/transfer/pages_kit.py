@@ -43,11 +43,9 @@ class Case(NamedTuple):
     @property
     def starts(self) -> list[int]:
         tokens = len(self.table) * BLOCK_TOKENS
-        return list(
-            range(
-                0, tokens - self.layout.chunk_tokens + 1, self.layout.chunk_tokens
-            )
-        )[::-1]
+        chunk = self.layout.chunk_tokens
+        starts = list(range(0, tokens - chunk + 1, chunk))
+        return starts[::-1]
 
     def ids(self, start: int) -> list[int]:
         first = start // BLOCK_TOKENS
@@ -69,7 +67,7 @@ class Case(NamedTuple):
         self, transfer: Callable[..., T], planes: list[Memory], **options: object
     ) -> T:
         return transfer(
-            [plane.view for plane in planes],
+            views(planes),
             self.layout,
             block_tokens=BLOCK_TOKENS,
             block_table=self.table,
@@ -112,6 +110,11 @@ def make_planes(pages: list[int], seed: int, apart: int = 0) -> list[Memory]:
         Memory(whole, whole[:, :page])
         for whole, page in zip(wholes, pages, strict=True)
     ]
+
+
+def views(planes: list[Memory]) -> list[Bytes]:
+    """Return the planes without the memory around them."""
+    return [plane.view for plane in planes]
 
 
 def bytes_of(array: Bytes) -> bytes:

@@ -194,11 +194,13 @@ def test_the_fastest_way_is_taken(best: str) -> None:
     ) -> None:
         assert (table.nbytes == asked.nbytes[0]).all()
         assert table.count == asked.count
-        assert all(
-            len(list(table.runs(row, 0, table.rows))) == table.rows * table.count
-            for row in ids
-        )
-        assert all(slot.nbytes == table.span(0, table.rows)[1] for slot in slots)
+        for row in ids:
+            assert (
+                len(list(table.runs(row, 0, table.rows)))
+                == table.rows * table.count
+            )
+        for slot in slots:
+            assert slot.nbytes == table.span(0, table.rows)[1]
         time.sleep(0.0 if way == best else 0.05)
 
     assert fastest_way(asked, CpuDevice(), WAYS, attempt) == best
@@ -308,7 +310,8 @@ def test_layers_are_reported_as_they_arrive() -> None:
     assert not layer_events.wait_layer(0, timeout=0.0)
     kv.from_slots([4], slots[1:])
     assert layer_events.complete
-    assert all(layer_events.wait_layer(layer, timeout=0.0) for layer in range(3))
+    for layer in range(3):
+        assert layer_events.wait_layer(layer, timeout=0.0)
     assert not pools[2][:, [5, 1]].any()
     assert pools[2][:, 0].any()
 

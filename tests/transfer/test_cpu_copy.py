@@ -118,11 +118,10 @@ def test_a_chunk_takes_few_calls(
         getattr(kv, way)([CHUNK * i for i in range(chunks)], slots[:chunks])
         return len(calls)
 
-    assert (count("to_slots", 1), count("from_slots", 1)) == (one, one)
-    assert (count("to_slots", 4), count("from_slots", 4)) == (
-        four_stored,
-        four_loaded,
-    )
+    assert count("to_slots", 1) == one
+    assert count("from_slots", 1) == one
+    assert count("to_slots", 4) == four_stored
+    assert count("from_slots", 4) == four_loaded
 
 
 def mapped_at(address: int) -> np.ndarray:
@@ -241,7 +240,8 @@ def test_calls_that_copy_at_once_share_the_cores(
         assert cpu_copy._idle_threads(1 << 30) == 1
     finally:
         release.set()
-    assert all(future.result() for future in busy)
+    for future in busy:
+        assert future.result()
     assert cpu_copy._idle_threads(1 << 30) > 1
 
 
@@ -447,10 +447,8 @@ def test_slots_in_any_order_and_the_same_one_twice(order: list[int]) -> None:
     )
     for at, slot in enumerate(order):
         want = memory[slot].reshape(3, 2, 16)
-        assert all(
-            (plane[2 * at : 2 * at + 2] == want[p]).all()
-            for p, plane in enumerate(planes)
-        )
+        for p, plane in enumerate(planes):
+            assert (plane[2 * at : 2 * at + 2] == want[p]).all()
 
 
 def test_as_many_threads_as_are_asked_for(

@@ -247,9 +247,8 @@ def test_no_autograd_graph_is_kept() -> None:
     slots = poisoned_slots(layout, 1)
     kv.to_slots([0], slots)
     assert slots[0][: layout.chunk_bytes].tobytes() == bits(k) + bits(v)
-    assert not any(
-        isinstance(held, torch.Tensor) for held in kv.__dict__["_rows"]
-    )
+    for held in kv.__dict__["_rows"]:
+        assert not isinstance(held, torch.Tensor)
 
 
 def test_run_bytes_are_those_of_contiguous_tokens() -> None:
@@ -381,5 +380,7 @@ def test_memory_that_cannot_keep_a_load_is_stored_from_but_not_loaded_into(
     slots[0][:] = POISON
     with pytest.raises(ValueError, match=rf"layers\[1\]\[1\].*{says}"):
         kv.from_slots([4], slots)
-    assert all((np.asarray(p) != POISON).all() for layer in layers for p in layer)
+    for layer in layers:
+        for plane in layer:
+            assert (np.asarray(plane) != POISON).all()
     assert bits(torch.tensor(np.asarray(v))) == bits(torch.ones(2, 12, 8))

@@ -67,17 +67,17 @@ class Chunks(NamedTuple):
 
     @property
     def places(self) -> torch.Tensor:
-        return torch.tensor(
-            [0 if slot is None else slot.data_ptr() for slot in self.slots],
-            dtype=torch.int64,
-        )
+        found = []
+        for slot in self.slots:
+            found.append(0 if slot is None else slot.data_ptr())
+        return torch.tensor(found, dtype=torch.int64)
 
 
 @cache
 def _noise(nbytes: int, seed: int) -> torch.Tensor:
-    made = torch.randint(
-        0, 255, (nbytes,), generator=torch.Generator().manual_seed(seed)
-    ).to(torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 255, (nbytes,), generator=generator)
+    made = numbers.to(torch.uint8)
     made[made == POISON] = 255
     return made
 
@@ -106,60 +106,64 @@ class Room:
 
 def planes_first(room: Room) -> Case:
     pools = [room.pool(2, BLOCKS, SIZE, HEADS, DIM) for _ in range(2)]
-    return Case([[pool[0], pool[1]] for pool in pools], room.memory)
+    layers = [[pool[0], pool[1]] for pool in pools]
+    return Case(layers, room.memory)
 
 
 def planes_first_aligned(room: Room) -> Case:
     pools = [room.pool(2, BLOCKS, 4, 1, 16) for _ in range(3)]
-    return Case([[pool[0], pool[1]] for pool in pools], room.memory)
+    layers = [[pool[0], pool[1]] for pool in pools]
+    return Case(layers, room.memory)
 
 
 def blocks_first(room: Room) -> Case:
     pools = [room.pool(BLOCKS, 2, SIZE, HEADS, DIM, around=4) for _ in range(2)]
-    return Case([[pool[:, 0], pool[:, 1]] for pool in pools], room.memory)
+    layers = [[pool[:, 0], pool[:, 1]] for pool in pools]
+    return Case(layers, room.memory)
 
 
 def outermost(room: Room) -> Case:
     pool = room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)
-    return Case(
-        [[pool[:, layer, plane] for plane in range(2)] for layer in range(3)],
-        room.memory,
-    )
+    layers = []
+    for layer in range(3):
+        planes = [pool[:, layer, plane] for plane in range(2)]
+        layers.append(planes)
+    return Case(layers, room.memory)
 
 
 def outermost_opaque(room: Room) -> Case:
-    return Case([[room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)]], room.memory)
+    pool = room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)
+    return Case([[pool]], room.memory)
 
 
 def mla(room: Room) -> Case:
-    return Case([[room.pool(BLOCKS, SIZE, 9)] for _ in range(3)], room.memory)
+    layers = [[room.pool(BLOCKS, SIZE, 9)] for _ in range(3)]
+    return Case(layers, room.memory)
 
 
 def unequal_planes(room: Room) -> Case:
     """K and V of different widths: rows of different lengths in one launch."""
-    return Case(
-        [
-            [room.pool(BLOCKS, SIZE, 40), room.pool(BLOCKS, SIZE, 3)]
-            for _ in range(2)
-        ],
-        room.memory,
-    )
+    layers = []
+    for _ in range(2):
+        k = room.pool(BLOCKS, SIZE, 40)
+        v = room.pool(BLOCKS, SIZE, 3)
+        layers.append([k, v])
+    return Case(layers, room.memory)
 
 
 def inside_larger(room: Room) -> Case:
     """A view of some blocks, tokens and channels of a pool: what is contiguous is one token."""
-    pool = room.pool(BLOCKS + 2, SIZE + 1, HEADS, DIM + 3)[1:-1, :SIZE, :, 2:-1]
-    return Case([list(runs_of(pool))], room.memory)
+    whole = room.pool(BLOCKS + 2, SIZE + 1, HEADS, DIM + 3)
+    pool = whole[1:-1, :SIZE, :, 2:-1]
+    layer = list(runs_of(pool))
+    return Case([layer], room.memory)
 
 
 def tokens(room: Room) -> Case:
     """A run is one token, and blocks are not adjacent: ids are slots of tokens."""
     pools = [room.pool(BLOCKS, 2, SIZE, HEADS * DIM) for _ in range(2)]
-    return Case(
-        [[pool[:, plane] for plane in range(2)] for pool in pools],
-        room.memory,
-        group=SIZE,
-    )
+    layers = [[pool[:, 0], pool[:, 1]] for pool in pools]
+    return Case(layers, room.memory, group=SIZE)
 
 
 def packed(order: tuple[int, ...]) -> Callable[[Room], Case]:
@@ -167,11 +171,12 @@ def packed(order: tuple[int, ...]) -> Callable[[Room], Case]:
 
     def make(room: Room) -> Case:
         shape = (4, HEADS, SIZE, 4)
-        pool = room.pool(*[shape[axis] for axis in order]).permute(
-            *np.argsort(order).tolist()
-        )
+        in_memory = [shape[axis] for axis in order]
+        back = np.argsort(order).tolist()
+        pool = room.pool(*in_memory).permute(*back)
         assert tuple(pool.shape) == shape
-        return Case([list(runs_of(pool))], room.memory)
+        layer = list(runs_of(pool))
+        return Case([layer], room.memory)
 
     return make
 
@@ -213,18 +218,22 @@ LAYOUTS: dict[str, Callable[[Room], Case]] = {
 LAYOUTS |= {name: PACKED[name] for name in SOME_PACKED}
 
 
+def bytes_of_a_run(case: Case, row: torch.Tensor) -> int:
+    """Return the length of each run of a row."""
+    return case.run(row, 0).numel() * row.itemsize
+
+
 def table_of(case: Case, count: int, begin: int = 0) -> RunTable:
     """The table that describes a case to the kernels."""
     rows = case.rows
-    nbytes = np.array(
-        [case.run(row, 0).numel() * row.itemsize for row in rows], dtype=np.int64
-    )
+    lengths = [bytes_of_a_run(case, row) for row in rows]
+    strides = [row.stride(0) * row.itemsize for row in rows]
+    places = [row.data_ptr() for row in rows]
+    nbytes = np.array(lengths, dtype=np.int64)
     ends = begin + np.cumsum(nbytes * count)
     return RunTable(
-        address=np.array([row.data_ptr() for row in rows], dtype=np.int64),
-        stride=np.array(
-            [row.stride(0) * row.itemsize for row in rows], dtype=np.int64
-        ),
+        address=np.array(places, dtype=np.int64),
+        stride=np.array(strides, dtype=np.int64),
         nbytes=nbytes,
         offset=ends - nbytes * count,
         count=count,
@@ -240,16 +249,15 @@ def chunks_of(
     gap: int = 16,
 ) -> Chunks:
     """Slots for these chunks, in memory from the last to the first."""
-    each = sum(
-        case.run(row, 0).numel() * row.itemsize for row in case.rows
-    ) * len(ids[0])
+    of_one_id = sum(bytes_of_a_run(case, row) for row in case.rows)
+    each = of_one_id * len(ids[0])
     apart = -(-(each + gap) // gap) * gap
     memory = noise(apart * len(ids) + gap, seed=99)
     begins = [gap + apart * (len(ids) - 1 - chunk) for chunk in range(len(ids))]
-    slots = [
-        None if chunk in passed_over else memory[a : a + each]
-        for chunk, a in enumerate(begins)
-    ]
+    slots: list[torch.Tensor | None] = []
+    for chunk, begin in enumerate(begins):
+        slot = memory[begin : begin + each]
+        slots.append(None if chunk in passed_over else slot)
     return Chunks(memory, slots, torch.tensor(ids, dtype=torch.int64))
 
 
@@ -261,7 +269,7 @@ def by_torch(
         at = 0
         for number, row in enumerate(case.rows):
             for run_id in ids:
-                nbytes = case.run(row, 0).numel() * row.itemsize
+                nbytes = bytes_of_a_run(case, row)
                 if slot is not None and run_id >= 0 and begin <= number < end:
                     run = case.run(row, run_id).view(-1).view(torch.uint8)
                     if gather:
@@ -320,7 +328,8 @@ def test_every_layout_is_copied_right(
     if gather:
         # a block that two chunks have, and one that a chunk has twice
         ids[1] = [3, 3]
-    assert check(case, chunks_of(case, ids, passed_over=[1]), gather=gather)
+    chunks = chunks_of(case, ids, passed_over=[1])
+    assert check(case, chunks, gather=gather)
 
 
 @BOTH
@@ -329,7 +338,8 @@ def test_every_layout_is_copied_right(
 )
 def test_packed_in_every_other_order(layout: str, gather: bool) -> None:
     case = PACKED[layout](Room(torch.float32))
-    assert check(case, chunks_of(case, [[3, 1]]), gather=gather, most=4)
+    chunks = chunks_of(case, [[3, 1]])
+    assert check(case, chunks, gather=gather, most=4)
 
 
 @BOTH
@@ -353,8 +363,11 @@ def test_runs_longer_than_a_tile_are_copied_right(
 ) -> None:
     """Runs longer than a tile, cut into long pieces or into short ones, the last one not full."""
     room = Room(torch.uint8)
-    case = Case([[room.pool(3, run_bytes), room.pool(3, 4096)]], room.memory)
-    assert check(case, chunks_of(case, [[2, 0]]), gather=gather)
+    long = room.pool(3, run_bytes)
+    other = room.pool(3, 4096)
+    case = Case([[long, other]], room.memory)
+    chunks = chunks_of(case, [[2, 0]])
+    assert check(case, chunks, gather=gather)
 
 
 @BOTH
@@ -365,12 +378,8 @@ def test_one_layer_at_a_time(layout: str, gather: bool) -> None:
     case = LAYOUTS[layout](Room(torch.bfloat16))
     layers = table_of(case, 3).layers.tolist()
     for begin, end in pairwise(layers):
-        assert check(
-            case,
-            chunks_of(case, [[2, 4, 1], [-1, 0, 3]]),
-            gather=gather,
-            rows=(begin, end),
-        )
+        chunks = chunks_of(case, [[2, 4, 1], [-1, 0, 3]])
+        assert check(case, chunks, gather=gather, rows=(begin, end))
 
 
 @pytest.mark.slow
@@ -380,59 +389,61 @@ def test_any_number_of_programs_copies_right(programs: int, gather: bool) -> Non
     """80 rows of 4 runs are five tiles of the widest words."""
     room = Room(torch.uint8)
     pool = room.pool(BLOCKS, 80, 16)
-    case = Case([[pool[:, row] for row in range(80)]], room.memory)
-    assert check(
-        case,
-        chunks_of(case, [[6, 2, 0, 3], [5, -1, 1, 4]]),
-        gather=gather,
-        programs=programs,
-    )
+    rows = [pool[:, row] for row in range(80)]
+    case = Case([rows], room.memory)
+    chunks = chunks_of(case, [[6, 2, 0, 3], [5, -1, 1, 4]])
+    assert check(case, chunks, gather=gather, programs=programs)
 
 
 @BOTH
 def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
     """A table that does not begin at 0, as those of a second rank."""
     room = Room(torch.uint8)
-    case = Case([[room.pool(BLOCKS, 24)]], room.memory)
+    pool = room.pool(BLOCKS, 24)
+    case = Case([[pool]], room.memory)
     slot = noise(128, seed=5)
     kernels = interpreted()
-    sent = kernels.upload(table_of(case, 2, begin=56))
+    table = table_of(case, 2, begin=56)
+    sent = kernels.upload(table)
     places = torch.tensor([slot.data_ptr()])
-    pool = case.rows[0]
+    ids = torch.tensor([[5, 1]])
     if gather:
         wanted = slot.clone()
         wanted[56:104] = torch.cat([pool[5], pool[1]])
-        kernels.move(sent, torch.tensor([[5, 1]]), places, 0, 1, 8, gather=True)
+        kernels.move(sent, ids, places, 0, 1, 8, gather=True)
         assert torch.equal(slot, wanted)
     else:
         wanted = pool.clone()
         wanted[5] = slot[56:80]
         wanted[1] = slot[80:104]
-        kernels.move(sent, torch.tensor([[5, 1]]), places, 0, 1, 8, gather=False)
+        kernels.move(sent, ids, places, 0, 1, 8, gather=False)
         assert torch.equal(pool, wanted)
 
 
 @BOTH
 def test_nothing_is_copied_where_there_is_nothing_to_copy(gather: bool) -> None:
     case = planes_first_aligned(Room(torch.bfloat16))
-    assert check(case, chunks_of(case, [[-1, -1], [-1, -1]]), gather=gather)
-    assert check(
-        case, chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1]), gather=gather
-    )
-    assert check(case, chunks_of(case, [[0, 1]]), gather=gather, rows=(2, 2))
+    chunks = chunks_of(case, [[-1, -1], [-1, -1]])
+    assert check(case, chunks, gather=gather)
+    chunks = chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1])
+    assert check(case, chunks, gather=gather)
+    chunks = chunks_of(case, [[0, 1]])
+    assert check(case, chunks, gather=gather, rows=(2, 2))
     kernels = interpreted()
     none = torch.zeros((0, 2), dtype=torch.int64)
     nowhere = none[:, 0].contiguous()
-    kernels.move(
-        kernels.upload(table_of(case, 2)), none, nowhere, 0, 1, 8, gather=gather
-    )
+    table = table_of(case, 2)
+    sent = kernels.upload(table)
+    kernels.move(sent, none, nowhere, 0, 1, 8, gather=gather)
 
 
 @BOTH
 def test_one_token_of_a_byte_is_copied(gather: bool) -> None:
     room = Room(torch.uint8)
-    case = Case([[room.pool(1, 1)]], room.memory)
-    assert check(case, chunks_of(case, [[0]]), gather=gather)
+    pool = room.pool(1, 1)
+    case = Case([[pool]], room.memory)
+    chunks = chunks_of(case, [[0]])
+    assert check(case, chunks, gather=gather)
 
 
 @BOTH
@@ -446,22 +457,25 @@ def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
         | getattr(mmap, "MAP_NORESERVE", 0x4000)
     )
     pages = mmap.mmap(-1, 2 * apart + mmap.PAGESIZE, flags=flags)
-    pool = torch.frombuffer(pages, dtype=torch.uint8).as_strided(
-        (3, nbytes), (apart, 1)
-    )
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    pool = memory.as_strided((3, nbytes), (apart, 1))
     for number in range(3):
         pool[number] = noise(nbytes, seed=number)
     slot = noise(nbytes, seed=8)
     kernels = interpreted()
-    sent = kernels.upload(table_of(Case([[pool]], []), 1))
+    table = table_of(Case([[pool]], []), 1)
+    sent = kernels.upload(table)
     places = torch.tensor([slot.data_ptr()])
+    ids = torch.tensor([[2]])
     if gather:
-        kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=True)
-        assert torch.equal(slot, noise(nbytes, seed=2))
+        kernels.move(sent, ids, places, 0, 1, 16, gather=True)
+        want = noise(nbytes, seed=2)
+        assert torch.equal(slot, want)
     else:
-        kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=False)
+        kernels.move(sent, ids, places, 0, 1, 16, gather=False)
         assert torch.equal(pool[2], slot)
-        assert torch.equal(pool[0], noise(nbytes, seed=0))
+        untouched = noise(nbytes, seed=0)
+        assert torch.equal(pool[0], untouched)
 
 
 def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
@@ -469,7 +483,8 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
     before = [memory.clone() for memory in case.memory]
     kernels = interpreted()
     kernels.warm()
-    sent = kernels.upload(table_of(case, 2))
+    table = table_of(case, 2)
+    sent = kernels.upload(table)
     ids = torch.zeros((1, 2), dtype=torch.int64)
     places = torch.zeros(1, dtype=torch.int64)
     for bad_ids, bad_places, begin, end, width, named in [
@@ -488,20 +503,19 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
             )
     with pytest.raises(ValueError, match="programs"):
         interpreted(programs=0)
+    odd = tokens(Room(torch.bfloat16))
+    table = table_of(odd, 2)
+    sent = kernels.upload(table)
     with pytest.raises(ValueError, match="word_bytes"):
-        odd = tokens(Room(torch.bfloat16))
-        kernels.move(
-            kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16, gather=True
-        )
-    assert all(
-        torch.equal(memory, was)
-        for memory, was in zip(case.memory, before, strict=True)
-    )
+        kernels.move(sent, ids, places, 0, 1, 16, gather=True)
+    for memory, was in zip(case.memory, before, strict=True):
+        assert torch.equal(memory, was)
 
 
 def test_what_was_sent_does_not_keep_the_table() -> None:
     """A weak cache of sent data, keyed by the table, would never drop it."""
-    table = table_of(planes_first_aligned(Room(torch.bfloat16)), 2)
+    case = planes_first_aligned(Room(torch.bfloat16))
+    table = table_of(case, 2)
     alive = weakref.ref(table)
     sent = interpreted().upload(table)
     del table

@@ -94,7 +94,8 @@ def test_an_end_wakes_all_who_wait(beside) -> None:
         beside(lambda: layer_events.wait_layer(1, timeout=LONG)) for _ in range(3)
     ]
     time.sleep(SOON)
-    assert not any(one.done() for one in waiting)
+    for one in waiting:
+        assert not one.done()
     layer_events.end()
     layer_events.end()
     assert [one.result(LONG / 4) for one in waiting] == [False] * 3
@@ -129,7 +130,8 @@ def test_several_threads_load_and_wait(beside) -> None:
         )
     )
     loads = [beside(load) for _ in range(2)]
-    assert all(one.result(LONG) for one in [*loads, waiting])
+    for one in [*loads, waiting]:
+        assert one.result(LONG)
     assert layer_events.complete
 
 

@@ -293,11 +293,10 @@ def test_mla_has_one_plane() -> None:
         block_table=[0, 3],
     )
     kv.from_slots([0], [slot])
-    assert all(
-        torch.equal(new[[0, 3]], old[[1, 2]])
-        for new, old in zip(blank, pools, strict=True)
-    )
-    assert all(not new[[1, 2, 4, 5]].any() for new in blank)
+    for new, old in zip(blank, pools, strict=True):
+        assert torch.equal(new[[0, 3]], old[[1, 2]])
+    for new in blank:
+        assert not new[[1, 2, 4, 5]].any()
 
 
 def test_k_and_v_of_different_shape_in_pools_of_their_own() -> None:

@@ -19,6 +19,7 @@ from tests.transfer.pages_kit import (
     BLOCKS,
     POISON,
     Case,
+    Memory,
     bytes_of,
     case_of,
     expected_blocks,
@@ -27,7 +28,13 @@ from tests.transfer.pages_kit import (
     make_planes,
     poisoned,
     poisoned_slots,
+    views,
 )
+
+
+def memory_of(planes: Sequence[Memory]) -> list[bytes]:
+    """Return all bytes of the planes, also those that no page has."""
+    return [bytes_of(plane.whole) for plane in planes]
 
 
 def check(case: Case, threads: int = 1) -> None:
@@ -36,19 +43,19 @@ def check(case: Case, threads: int = 1) -> None:
     kv = case.kv(PagesKV, source, threads=threads)
     stored = [start for start in case.starts if -1 not in case.ids(start)]
     slots = poisoned_slots(case.layout, len(stored), case.slot_offset)
-    before = [bytes_of(plane.whole) for plane in source]
+    before = memory_of(source)
     kv.to_slots(stored, slots)
     for start, slot in zip(stored, slots, strict=True):
-        assert slot.tobytes() == expected_slot(
-            case, [plane.view for plane in source], start
-        )
-    assert [bytes_of(plane.whole) for plane in source] == before
+        want_slot = expected_slot(case, views(source), start)
+        assert slot.tobytes() == want_slot
+    assert memory_of(source) == before
 
     target = case.planes(seed=2)
     filled = case.filled_slots()
     want = expected_blocks(case, target, filled)
-    case.kv(PagesKV, target, threads=threads).from_slots(case.starts, filled)
-    assert [bytes_of(plane.whole) for plane in target] == want
+    kv = case.kv(PagesKV, target, threads=threads)
+    kv.from_slots(case.starts, filled)
+    assert memory_of(target) == want
 
 
 @pytest.mark.parametrize("apart", [0, 8, 5])
@@ -59,36 +66,38 @@ def check(case: Case, threads: int = 1) -> None:
 def test_pages_are_copied_right_both_ways(
     pages: list[int], table: list[int], apart: int
 ) -> None:
-    check(case_of(pages, table, apart=apart))
+    case = case_of(pages, table, apart=apart)
+    check(case)
     # ends as a run would
-    check(case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4))
+    case = case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4)
+    check(case)
 
 
 def test_another_table_of_the_same_planes() -> None:
     case = case_of([24, 64], [7, 3, 4, 5])
     source = case.planes(seed=1)
     slots = poisoned_slots(case.layout, len(case.starts))
-    first = case_of([24, 64], [1, 2]).kv(PagesKV, source)
+    other = case_of([24, 64], [1, 2])
+    first = other.kv(PagesKV, source)
     kv = first.with_table(case.table)
     kv.to_slots(case.starts, slots)
-    assert [slot.tobytes() for slot in slots] == [
-        expected_slot(case, [plane.view for plane in source], start)
-        for start in case.starts
-    ]
-    assert (first.num_tokens, kv.num_tokens) == (8, 16)
-    one = [poisoned(case.layout)]
-    first.to_slots([0], one)
-    other = case_of([24, 64], [1, 2])
-    assert one[0].tobytes() == expected_slot(
-        other, [plane.view for plane in source], 0
-    )
+    for start, slot in zip(case.starts, slots, strict=True):
+        want = expected_slot(case, views(source), start)
+        assert slot.tobytes() == want
+    assert first.num_tokens == 8
+    assert kv.num_tokens == 16
+    one = poisoned(case.layout)
+    first.to_slots([0], [one])
+    want = expected_slot(other, views(source), 0)
+    assert one.tobytes() == want
     with pytest.raises(ValueError, match="is not in"):
         first.with_table([BLOCKS])
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_copy_right(threads: int) -> None:
-    check(case_of([64, 32], [7, 3, 15, 0, 9, 2]), threads)
+    case = case_of([64, 32], [7, 3, 15, 0, 9, 2])
+    check(case, threads)
 
 
 @pytest.mark.parametrize(
@@ -107,28 +116,34 @@ def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None
     with pytest.raises(ValueError, match="block_table: a block that is -1"):
         slots = poisoned_slots(case.layout, len(case.starts))
         case.kv(PagesKV, case.planes(1)).to_slots(case.starts, slots)
-    assert all((slot == 0xA5).all() for slot in slots)
+    for slot in slots:
+        assert (slot == 0xA5).all()
 
 
 @pytest.mark.parametrize("apart", [0, 3])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
+    pages = [24, 8]
     for part in range(parts):
-        check(
-            case_of(
-                [24, 8], [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart
-            )
+        case = case_of(
+            pages, [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart
         )
-    slot = poisoned(layout_of([24, 8], 2, parts))
+        check(case)
+    layout = layout_of(pages, 2, parts)
+    slot = poisoned(layout)
     table = [7, 3]
-    ranks = [
-        case_of([24, 8], table, part=part, parts=parts) for part in range(parts)
-    ]
+    ranks = []
+    for part in range(parts):
+        rank = case_of(pages, table, part=part, parts=parts)
+        ranks.append(rank)
     for seed, rank in enumerate(ranks):
-        rank.kv(PagesKV, rank.planes(seed)).to_slots([0], [slot])
+        source = rank.planes(seed)
+        kv = rank.kv(PagesKV, source)
+        kv.to_slots([0], [slot])
     for seed, rank in enumerate(ranks):
         target = rank.planes(99)
-        rank.kv(PagesKV, target).from_slots([0], [slot])
+        kv = rank.kv(PagesKV, target)
+        kv.from_slots([0], [slot])
         for got, put in zip(target, rank.planes(seed), strict=True):
             assert (got.view[table] == put.view[table]).all()
 
@@ -136,23 +151,25 @@ def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
 @given(data=st.data())
 def test_any_table_and_any_planes(data: st.DataObject) -> None:
     pages = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
-    table = data.draw(st.permutations(range(BLOCKS)))[
-        : data.draw(st.integers(0, BLOCKS))
-    ]
+    blocks = data.draw(st.permutations(range(BLOCKS)))
+    count = data.draw(st.integers(0, BLOCKS))
+    table = list(blocks[:count])
     skipped = data.draw(st.sets(st.integers(0, BLOCKS)))
+    for place in skipped:
+        if place < count:
+            table[place] = -1
     parts = data.draw(st.integers(1, 3))
-    check(
-        case_of(
-            pages,
-            [-1 if i in skipped else block for i, block in enumerate(table)],
-            blocks_a_chunk=data.draw(st.integers(1, 4)),
-            parts=parts,
-            part=data.draw(st.integers(0, parts - 1)),
-            apart=data.draw(st.sampled_from([0, 0, 1, 8])),
-            slot_offset=data.draw(st.sampled_from([0, 1, 4])),
-        ),
-        data.draw(st.integers(1, 3)),
+    case = case_of(
+        pages,
+        table,
+        blocks_a_chunk=data.draw(st.integers(1, 4)),
+        parts=parts,
+        part=data.draw(st.integers(0, parts - 1)),
+        apart=data.draw(st.sampled_from([0, 0, 1, 8])),
+        slot_offset=data.draw(st.sampled_from([0, 1, 4])),
     )
+    threads = data.draw(st.integers(1, 3))
+    check(case, threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
@@ -166,9 +183,8 @@ def test_torch_tensors_are_copied_right(dtype: torch.dtype) -> None:
     )
     kv.to_slots(case.starts, slots)
     for start, slot in zip(case.starts, slots, strict=True):
-        assert slot.tobytes() == expected_slot(
-            case, [plane.view for plane in planes], start
-        )
+        want = expected_slot(case, views(planes), start)
+        assert slot.tobytes() == want
 
 
 # ---- merged
@@ -177,10 +193,14 @@ def test_torch_tensors_are_copied_right(dtype: torch.dtype) -> None:
 def _layers_in_a_block(
     layers: int, page: int, gap: int = 0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    whole = np.random.default_rng(0).integers(
-        0, 256, (BLOCKS, layers * page + gap), dtype=np.uint8
-    )
-    return whole, [whole[:, at * page : (at + 1) * page] for at in range(layers)]
+    draw = np.random.default_rng(0)
+    shape = (BLOCKS, layers * page + gap)
+    whole = draw.integers(0, 256, shape, dtype=np.uint8)
+    planes = []
+    for layer in range(layers):
+        begin = layer * page
+        planes.append(whole[:, begin : begin + page])
+    return whole, planes
 
 
 @pytest.mark.parametrize("gap", [0, 5])
@@ -189,46 +209,48 @@ def test_layers_that_lie_in_one_block_become_one_plane(
     kind: str, gap: int
 ) -> None:
     whole, planes = _layers_in_a_block(4, 16, gap)
-    given_ = [torch.from_numpy(whole)[:, at : at + 16] for at in range(0, 64, 16)]
-    wide = merged(planes if kind == "array" else given_)
+    given_: list[object] = list(planes)
+    if kind == "tensor":
+        tensor = torch.from_numpy(whole)
+        given_ = [tensor[:, at : at + 16] for at in range(0, 64, 16)]
+    wide = merged(given_)
     assert len(wide) == 1
     assert tuple(wide[0].shape) == (BLOCKS, 64)
     assert (np.asarray(wide[0]) == whole[:, :64]).all()
     table = [3, 4, 9, 2]
     layout = layout_of([64], 2)
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
-    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table).to_slots(
-        [0, 8], slots
-    )
+    kv = PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table)
+    kv.to_slots([0, 8], slots)
     for slot, ids in zip(slots, (table[:2], table[2:]), strict=True):
-        assert slot[: layout.chunk_bytes].tobytes() == whole[ids, :64].tobytes()
+        got = slot[: layout.chunk_bytes]
+        want = whole[ids, :64]
+        assert got.tobytes() == want.tobytes()
     before = whole.copy()
-    PagesKV(
-        wide, layout, block_tokens=BLOCK_TOKENS, block_table=[0, 1]
-    ).from_slots([0], slots[:1])
+    kv = PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[0, 1])
+    kv.from_slots([0], slots[:1])
     before[[0, 1], :64] = before[[3, 4], :64]
     assert (whole == before).all()
 
 
+def widths(planes: Sequence[np.ndarray]) -> list[int]:
+    return [plane.shape[1] for plane in planes]
+
+
 def test_only_neighbours_are_merged() -> None:
     whole, planes = _layers_in_a_block(4, 16)
-    assert [
-        plane.shape[1] for plane in merged([planes[0], planes[1], planes[3]])
-    ] == [32, 16]
-    assert [plane.shape[1] for plane in merged([planes[1], planes[0]])] == [
-        16,
-        16,
-    ]
+    with_a_gap = merged([planes[0], planes[1], planes[3]])
+    assert widths(with_a_gap) == [32, 16]
+    turned = merged([planes[1], planes[0]])
+    assert widths(turned) == [16, 16]
     alone = np.zeros((2 * BLOCKS, 16), np.uint8)
     # one after the other is not side by side
     assert len(merged([alone[:BLOCKS], alone[BLOCKS:]])) == 2
     assert len(merged([whole[:1, :16], whole[:1, 16:32]])) == 2
     assert len(merged([planes[0][:4], planes[1][:5]])) == 2
     rows = np.zeros((4, 2 * 16), np.uint8)
-    assert (
-        len(merged([rows[:, :16], rows[:, 16:], np.zeros((4, 16), np.uint8)]))
-        == 2
-    )
+    elsewhere = np.zeros((4, 16), np.uint8)
+    assert len(merged([rows[:, :16], rows[:, 16:], elsewhere])) == 2
 
 
 # ---- wrong use
@@ -322,28 +344,29 @@ def test_what_does_not_fit_is_named(
 def test_starts_and_slots_that_do_not_fit(
     starts: Sequence[int], slots: int, says: str
 ) -> None:
+    buffers = [np.zeros(4096, np.uint8) for _ in range(slots)]
     for way in ("to_slots", "from_slots"):
+        call = getattr(_pages(), way)
         with pytest.raises(ValueError, match=says):
-            getattr(_pages(), way)(
-                starts, [np.zeros(4096, np.uint8) for _ in range(slots)]
-            )
+            call(starts, buffers)
 
 
 def test_a_slot_that_is_too_short_is_refused() -> None:
+    kv = _pages()
+    short = np.zeros(31, np.uint8)
     with pytest.raises(
         ValueError, match="slots: one has 31 bytes, a chunk needs 32"
     ):
-        _pages().to_slots([0], [np.zeros(31, np.uint8)])
+        kv.to_slots([0], [short])
 
 
 def test_what_it_says_of_itself() -> None:
     kv = _pages()
-    assert (kv.num_tokens, kv.run_bytes, kv.layout) == (
-        12,
-        16,
-        layout_of([16], 2),
-    )
-    assert make_planes([16], 0)[0].view.shape == (BLOCKS, 16)
+    assert kv.num_tokens == 12
+    assert kv.run_bytes == 16
+    assert kv.layout == layout_of([16], 2)
+    (plane,) = make_planes([16], 0)
+    assert plane.view.shape == (BLOCKS, 16)
 
 
 @pytest.mark.parametrize(
@@ -375,31 +398,32 @@ def test_slots_of_one_slab(
     changes.
     """
     case = case_of(pages, table, blocks_a_chunk=blocks_a_chunk)
-    starts = [start for start in case.starts[::-1] if -1 not in case.ids(start)][
-        : len(order)
-    ]
+    whole = [start for start in case.starts[::-1] if -1 not in case.ids(start)]
+    starts = whole[: len(order)]
     order = order[: len(starts)]
     source = case.planes(seed=1)
     slab = np.full((8, case.layout.slot_bytes), POISON, np.uint8)
-    case.kv(PagesKV, source).to_slots(starts, [slab[number] for number in order])
+    slots = [slab[number] for number in order]
+    kv = case.kv(PagesKV, source)
+    kv.to_slots(starts, slots)
     want = np.full_like(slab, POISON)
     for start, number in zip(starts, order, strict=True):
-        want[number] = np.frombuffer(
-            expected_slot(case, [plane.view for plane in source], start), np.uint8
-        )
+        slot = expected_slot(case, views(source), start)
+        want[number] = np.frombuffer(slot, np.uint8)
     assert slab.tobytes() == want.tobytes()
 
-    filled = np.random.default_rng(7).integers(0, 256, slab.shape, dtype=np.uint8)
+    draw = np.random.default_rng(7)
+    filled = draw.integers(0, 256, slab.shape, dtype=np.uint8)
     together = case.planes(seed=2)
     apart = case.planes(seed=2)
-    case.kv(PagesKV, together).from_slots(
-        starts, [filled[number] for number in order]
-    )
+    slots = [filled[number] for number in order]
+    kv = case.kv(PagesKV, together)
+    kv.from_slots(starts, slots)
+    kv = case.kv(PagesKV, apart)
     for start, number in zip(starts, order, strict=True):
-        case.kv(PagesKV, apart).from_slots([start], [filled[number].copy()])
-    assert [bytes_of(plane.whole) for plane in together] == [
-        bytes_of(plane.whole) for plane in apart
-    ]
+        slot = filled[number].copy()
+        kv.from_slots([start], [slot])
+    assert memory_of(together) == memory_of(apart)
 
 
 def test_a_plane_whose_memory_was_given_back_is_refused() -> None:

@@ -124,7 +124,8 @@ def test_each_change_without_a_name_is_another_version() -> None:
         assert core.call("reset_prefix_cache", False, True)
     assert core.call("reset_prefix_cache")  # vLLM's own cache alone
     assert len({version for version, _ in core.taken}) == len(core.taken) == 2
-    assert not any(fresh for _, fresh in core.taken)
+    for _, fresh in core.taken:
+        assert not fresh
 
 
 def test_a_reset_of_the_connector_that_fails_before_it_is_noticed() -> None:

@@ -261,10 +261,8 @@ def test_each_event_names_the_block_before_its_first_one(
     (first,) = engine.take()
     engine.commit(done[2:])
     (second,) = engine.take()
-    assert (first.parent_block_hash, second.parent_block_hash) == (
-        None,
-        names[2 * BLOCKS - 1],
-    )
+    assert first.parent_block_hash is None
+    assert second.parent_block_hash == names[2 * BLOCKS - 1]
     admin.remove(engine.slots.ledgers["host"], [done[n].key for n in (0, 3)])
     engine.commit(engine.reserved(late, first=1))
     before = maybe_convert_block_hash(late.block_hashes[BLOCKS - 1])
@@ -291,7 +289,8 @@ def test_an_event_says_what_a_router_needs_to_hash_for_itself(
     lora = request_of(1, 7, lora_request=LoRARequest("an-adapter", 3, "/nowhere"))
     engine.stored(lora)
     (event,) = engine.take()
-    assert (event.lora_id, event.lora_name) == (3, "an-adapter")
+    assert event.lora_id == 3
+    assert event.lora_name == "an-adapter"
     assert [list(keys) for keys in event.extra_keys] == [["an-adapter"]] * BLOCKS
 
 
@@ -376,7 +375,8 @@ def test_what_is_gone_is_published_and_leaves_no_tokens(cache: Cache) -> None:
         np.array(each.all_token_ids[:CHUNK], np.int32).tobytes()
         for each in (request, other)
     ]
-    assert all(each in notes.read_bytes() for each in tokens)
+    for each in tokens:
+        assert each in notes.read_bytes()
     cache.clear()
     assert engine.take()[-1] == gone(*request.block_hashes)
     assert tokens[0] not in (notes.read_bytes() if notes.exists() else b"")
@@ -471,7 +471,8 @@ def test_what_has_no_note_is_published_when_a_request_finds_it(
     engine.events.found(engine.form.notes(request, root), root, root, 0, keys[:2])
     assert engine.take() == [run(request, 0, 2)]
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
-    assert all(isinstance(outcome, Present) for outcome in outcomes)
+    for outcome in outcomes:
+        assert isinstance(outcome, Present)
     engine.events.note(engine.form.notes(request, root), root, root, 0, outcomes)
     assert engine.take() == [run(request, 2, 3)]
     # a note was left for the next one
@@ -781,7 +782,8 @@ def test_a_large_clear_of_one_tier_keeps_no_other_waiting(
         admin.clear(engine.slots.ledgers["host"])
         admin.remove(engine.slots.ledgers["disk"], engine.keys(request)[7:])
         first, second = engine.take()
-        assert (first.medium, len(first.block_hashes)) == ("CPU", 2 * BLOCKS)
+        assert first.medium == "CPU"
+        assert len(first.block_hashes) == 2 * BLOCKS
         assert second == gone(
             *request.block_hashes[7 * BLOCKS :], medium="STORAGE"
         )
@@ -1580,11 +1582,9 @@ def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     (only,) = runs([note for note in notes if note], groups)
     event = form.stored(only, "CPU")
     assert event.block_hashes == request.block_hashes[BLOCKS - 1 :: BLOCKS]
-    assert (event.block_size, event.group_idx, event.parent_block_hash) == (
-        CHUNK,
-        1,
-        None,
-    )
+    assert event.block_size == CHUNK
+    assert event.group_idx == 1
+    assert event.parent_block_hash is None
     second = notes[1]
     assert second is not None
     assert second.parent == request.block_hashes[BLOCKS - 1]

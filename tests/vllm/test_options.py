@@ -38,7 +38,8 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_a_chunk_is_one_block_on_a_cpu_and_many_on_a_gpu(
     block: int, on_cpu: int, on_gpu: int
 ) -> None:
-    assert (chunk_of(block, True), chunk_of(block, False)) == (on_cpu, on_gpu)
+    assert chunk_of(block, True) == on_cpu
+    assert chunk_of(block, False) == on_gpu
     # these tests run on one
     assert read_options({}, block).config.chunk_tokens == on_cpu
 
@@ -58,37 +59,25 @@ def test_options_of_the_cache_and_of_the_connector() -> None:
         },
         16,
     )
-    assert (options.config.host_bytes, options.config.disk_bytes) == (
-        2 << 30,
-        1 << 40,
-    )
-    assert (options.config.min_hit_tokens, options.config.disk_path) == (
-        64,
-        "/nowhere/pagoda",
-    )
-    assert (options.weights, options.weights_run, options.salt) == (
-        "v7",
-        "run 7",
-        "tenant",
-    )
-    assert (options.store_output, options.allow_untested_vllm) == (False, True)
+    assert options.config.host_bytes == 2 << 30
+    assert options.config.disk_bytes == 1 << 40
+    assert options.config.min_hit_tokens == 64
+    assert options.config.disk_path == "/nowhere/pagoda"
+    assert options.weights == "v7"
+    assert options.weights_run == "run 7"
+    assert options.salt == "tenant"
+    assert options.store_output is False
+    assert options.allow_untested_vllm is True
     assert "tenant" not in repr(options)
 
 
 def test_without_a_word_the_defaults_stand() -> None:
     options = read_options({}, 16)
     assert options == ConnectorOptions(options.config)
-    assert (
-        options.weights,
-        options.salt,
-        options.store_output,
-        options.allow_untested_vllm,
-    ) == (
-        None,
-        "",
-        True,
-        False,
-    )
+    assert options.weights is None
+    assert options.salt == ""
+    assert options.store_output is True
+    assert options.allow_untested_vllm is False
 
 
 def test_what_vllm_reads_itself_is_passed_by() -> None:
@@ -165,10 +154,8 @@ def test_a_file_and_the_environment_have_a_say_and_are_named(
     ):
         read_options({}, 64)
     options = read_options({"chunk_tokens": 192}, 64)
-    assert (options.config.chunk_tokens, options.config.min_hit_tokens) == (
-        192,
-        32,
-    )
+    assert options.config.chunk_tokens == 192
+    assert options.config.min_hit_tokens == 32
 
 
 def test_a_block_of_no_tokens_is_refused() -> None:

@@ -219,10 +219,8 @@ def test_a_request_that_may_not_read_is_no_miss(plain: Halves, why: str) -> None
     plain.saved(plain.step(table, r=TOKENS))
     stats = plain.cache.stats()
     assert stats["misses"] == {"not_asked": 1}
-    assert (stats["counters"]["lookups"], stats["counters"]["asked_tokens"]) == (
-        0,
-        0,
-    )
+    assert stats["counters"]["lookups"] == 0
+    assert stats["counters"]["asked_tokens"] == 0
     counted = plain.scheduler.stats.take()
     assert counted is None or "lookups" not in counted.data
 
@@ -241,10 +239,8 @@ def test_a_request_with_a_limit_asks_for_no_more(plain: Halves) -> None:
     blocks = SimpleNamespace(get_block_ids=lambda: (table,))
     plain.scheduler.allocated(request, blocks, 2 * CHUNK)
     counters = plain.cache.stats()["counters"]
-    assert (counters["asked_tokens"], counters["hit_tokens"]) == (
-        2 * CHUNK,
-        2 * CHUNK,
-    )
+    assert counters["asked_tokens"] == 2 * CHUNK
+    assert counters["hit_tokens"] == 2 * CHUNK
 
 
 def test_what_a_producer_computes_is_no_miss(shm_root: Path) -> None:

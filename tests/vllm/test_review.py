@@ -100,6 +100,11 @@ class Halves:
         assert self.worker._cache is not None
         return self.worker._cache
 
+    @property
+    def host_ledger(self) -> Any:
+        assert self.cache.slots is not None
+        return self.cache.slots.ledgers["host"]
+
     def request(self, tokens: list[int], name: str, **more: Any) -> Request:
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(
@@ -120,6 +125,20 @@ class Halves:
         wait_until(known)
         assert answers[0] is not None
         return answers[0]
+
+    def hits(self, tokens: list[int], name: str, **more: Any) -> int:
+        """Return what can be loaded of a new request."""
+        return self.asked(self.request(tokens, name, **more))
+
+    def allocated(self, request: Request, table: list[int], count: int) -> None:
+        """Give a request blocks, and load so many tokens of it into them."""
+        blocks = SimpleNamespace(get_block_ids=lambda: (table,))
+        self.scheduler.allocated(request, blocks, count)
+
+    def loaded(self) -> None:
+        """Begin the loads, and wait until all have ended."""
+        self.worker.load(self.step([]))
+        wait_until(lambda: bool(self.worker.finished_loads(True)))
 
     def step(
         self,
@@ -152,11 +171,19 @@ class Halves:
         wait_until(lambda: not self.worker._save_threads.under_way)
 
     def stored(
-        self, tokens: list[int], name: str, table: list[int], **more: Any
+        self,
+        tokens: list[int],
+        name: str,
+        table: list[int] | None = None,
+        **more: Any,
     ) -> None:
+        """Store a prompt, computed in these blocks, or in the first ones."""
+        if table is None:
+            table = list(range(len(tokens) // BLOCK))
         request = self.request(tokens, name, **more)
         assert self.asked(request) == 0
-        self.saved(self.step(table, **{name: len(tokens)}))
+        meta = self.step(table, **{name: len(tokens)})
+        self.saved(meta)
         self.scheduler.finished(request)
 
     def take_worker_messages(self) -> None:
@@ -187,6 +214,16 @@ def on_device(shm_root: Path) -> Iterator[Halves]:
 
 def tokens(chunks: float, seed: int = 0) -> list[int]:
     return [seed * 1000 + n for n in range(int(chunks * CHUNK))]
+
+
+def one_longer(chunks: float, seed: int = 0) -> list[int]:
+    """Return a prompt that goes on for one token behind these chunks."""
+    return [*tokens(chunks, seed), 1]
+
+
+def event_outlet() -> EventOutlet:
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return EventOutlet(config)
 
 
 def fill(memory: torch.Tensor, table: list[int], salt: int) -> None:
@@ -226,7 +263,7 @@ def test_a_step_that_breaks_off_stores_nothing(
         # an engine may be used while an exception is being handled
         step(halves.step(table, first=2 * CHUNK), None)
     wait_until(lambda: not halves.worker._save_threads.under_way)
-    assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
+    assert halves.hits(tokens(3), "next") == 2 * CHUNK
     for number, trouble in enumerate(
         (SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1
     ):
@@ -240,7 +277,7 @@ def test_a_step_that_breaks_off_stores_nothing(
             step(meta, trouble)
         wait_until(lambda: not halves.worker._save_threads.under_way)
         halves.scheduler.finished(request)
-        assert halves.asked(halves.request([*prompt, 1], f"again{number}")) == 0
+        assert halves.hits([*prompt, 1], f"again{number}") == 0
 
 
 @pytest.mark.parametrize("how", ["never begun", "never ended"])
@@ -253,8 +290,8 @@ def test_after_a_step_that_was_lost_nothing_is_stored(
     if how == "never ended":
         halves.worker.begin(lost)
     halves.stored(tokens(1, seed=2), "second", [1, 2, 3, 4])
-    assert halves.asked(halves.request([*tokens(1), 1], "third")) == CHUNK
-    assert halves.asked(halves.request([*tokens(1, seed=2), 1], "fourth")) == 0
+    assert halves.hits(one_longer(1), "third") == CHUNK
+    assert halves.hits(one_longer(1, seed=2), "fourth") == 0
 
 
 @pytest.mark.parametrize("version", ["", "a-run/step-1"])
@@ -267,13 +304,8 @@ def test_what_is_loaded_is_what_was_saved(halves: Halves, version: str) -> None:
     request = halves.request([*tokens(2), 1, 2, 3], "second")
     assert halves.asked(request, local=BLOCK) == 2 * CHUNK - BLOCK
     halves.memory[here] = 111
-    halves.scheduler.allocated(
-        request,
-        SimpleNamespace(get_block_ids=lambda: ([10, *here[1:]],)),
-        2 * CHUNK - BLOCK,
-    )
-    halves.worker.load(halves.step([]))
-    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    halves.allocated(request, [10, *here[1:]], 2 * CHUNK - BLOCK)
+    halves.loaded()
     assert not halves.worker.take_bad_blocks()
     assert torch.equal(halves.memory[here[1:]], halves.memory[there[1:]])
     # that one was in the engine's own cache
@@ -285,29 +317,24 @@ def test_a_request_is_remembered_with_the_namespace_of_its_tenant(
 ) -> None:
     there = list(range(10, 18))
     halves.stored(tokens(2), "first", there, cache_salt="a tenant")
-    request = halves.request([*tokens(2), 1], "second", cache_salt="a tenant")
+    request = halves.request(one_longer(2), "second", cache_salt="a tenant")
     assert halves.asked(request) == 2 * CHUNK
-    halves.scheduler.allocated(
-        request, SimpleNamespace(get_block_ids=lambda: (there,)), 2 * CHUNK
-    )
+    halves.allocated(request, there, 2 * CHUNK)
     root = halves.scheduler._tracked["second"].found.root  # type: ignore[union-attr]
     (remembered,) = halves.cache.slots._ledger.requests.newest()  # type: ignore[union-attr]
     assert remembered.namespace == root[:NAMESPACE_BYTES]
-    assert (remembered.asked_tokens, remembered.hit_tokens["host"]) == (
-        2 * CHUNK + 1,
-        2 * CHUNK,
-    )
+    assert remembered.asked_tokens == 2 * CHUNK + 1
+    assert remembered.hit_tokens["host"] == 2 * CHUNK
 
 
 def test_a_load_that_cannot_begin_is_reported_as_failed(halves: Halves) -> None:
-    halves.stored(tokens(2), "first", list(range(8)))
-    request = halves.request([*tokens(2), 1], "second")
+    halves.stored(tokens(2), "first")
+    request = halves.request(one_longer(2), "second")
     assert halves.asked(request) == 2 * CHUNK
     far = [*range(8, 15), BLOCKS + 5]  # a block that the memory does not have
-    halves.scheduler.allocated(
-        request, SimpleNamespace(get_block_ids=lambda: (far,)), 2 * CHUNK
-    )
-    halves.worker.load(halves.step([]))
+    halves.allocated(request, far, 2 * CHUNK)
+    meta = halves.step([])
+    halves.worker.load(meta)
     assert halves.worker.finished_loads(False) == {"second"}
     assert halves.worker.take_bad_blocks() == set(far)
     meta = halves.worker.take_meta()
@@ -325,12 +352,13 @@ def test_a_load_that_cannot_begin_is_reported_as_failed(halves: Halves) -> None:
 def test_a_save_that_cannot_be_copied_is_given_up(halves: Halves) -> None:
     request = halves.request(tokens(1), "first")
     assert halves.asked(request) == 0
-    halves.saved(halves.step([1, 2, 3, BLOCKS], first=CHUNK))
+    meta = halves.step([1, 2, 3, BLOCKS], first=CHUNK)
+    halves.saved(meta)
     stats = halves.worker.stats.take()
     assert stats is not None
     assert stats.data["refused_chunks"] == 1
     halves.stored(tokens(1), "again", [1, 2, 3, 4])
-    assert halves.asked(halves.request(tokens(2), "third")) == CHUNK
+    assert halves.hits(tokens(2), "third") == CHUNK
 
 
 def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
@@ -355,14 +383,15 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
         return commit(transaction, reserved, part)
 
     monkeypatch.setattr(allocation, "commit", counted)
-    halves.saved(halves.step(rows, **dict.fromkeys(names, CHUNK)))
+    meta = halves.step(rows, **dict.fromkeys(names, CHUNK))
+    halves.saved(meta)
     assert commits == [2]
     stats = halves.worker.stats.take()
     assert stats is not None
-    assert (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
+    assert stats.data["saved_chunks"] == 2
+    assert stats.data["refused_chunks"] == 1
     again = [
-        halves.request([*tokens(1, seed), 1], f"again {seed}")
-        for seed in range(3)
+        halves.request(one_longer(1, seed), f"again {seed}") for seed in range(3)
     ]
     assert [halves.asked(request) for request in again] == [CHUNK, 0, CHUNK]
 
@@ -373,37 +402,30 @@ def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(
     """Streamed input drops tokens that were not computed, and puts others in their place."""
     there = list(range(8))
     halves.stored(tokens(2), "first", there)
-    request = halves.request([*tokens(2), 1], "session")
+    request = halves.request(one_longer(2), "session")
     assert halves.asked(request) == 2 * CHUNK
     del request._all_token_ids[:], request.block_hashes[:]
-    request._all_token_ids.extend([*tokens(2, seed=9), 1])
+    request._all_token_ids.extend(one_longer(2, seed=9))
     request.update_block_hashes()
     assert halves.asked(request) == 0  # as many tokens, but others
     fill(halves.memory, there, 5)
-    halves.saved(halves.step(there, session=2 * CHUNK))
-    assert (
-        halves.asked(halves.request([*tokens(2, seed=9), 1], "second"))
-        == 2 * CHUNK
-    )
+    meta = halves.step(there, session=2 * CHUNK)
+    halves.saved(meta)
+    assert halves.hits(one_longer(2, seed=9), "second") == 2 * CHUNK
 
 
 def test_who_waits_for_anothers_load_asks_anew_when_it_fails(
     halves: Halves,
 ) -> None:
-    halves.stored(tokens(2), "stored", list(range(8)))
+    halves.stored(tokens(2), "stored")
     first, second = (
-        halves.request([*tokens(2), 1], name) for name in ("first", "second")
+        halves.request(one_longer(2), name) for name in ("first", "second")
     )
     assert halves.asked(first) == halves.asked(second) == 2 * CHUNK
-    halves.scheduler.allocated(
-        first,
-        SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)),
-        2 * CHUNK,
-    )
+    halves.allocated(first, list(range(8, 17)), 2 * CHUNK)
     assert halves.scheduler.matched(second, 0) == (None, False)
     halves.cache.clear()
-    halves.worker.load(halves.step([]))
-    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    halves.loaded()
     meta = halves.worker.take_meta()
     assert meta is not None
     assert meta.failed == {"first"}
@@ -419,16 +441,12 @@ def test_loads_are_not_waited_for_where_the_engine_keeps_no_prefixes(
     shm_root: Path,
 ) -> None:
     halves = Halves(shm_root, shares_blocks=False)
-    halves.stored(tokens(2), "stored", list(range(8)))
+    halves.stored(tokens(2), "stored")
     first, second = (
-        halves.request([*tokens(2), 1], name) for name in ("first", "second")
+        halves.request(one_longer(2), name) for name in ("first", "second")
     )
     assert halves.asked(first) == 2 * CHUNK
-    halves.scheduler.allocated(
-        first,
-        SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)),
-        2 * CHUNK,
-    )
+    halves.allocated(first, list(range(8, 17)), 2 * CHUNK)
     assert halves.asked(second) == 2 * CHUNK
     halves.close()
 
@@ -490,12 +508,7 @@ def test_look_ups_that_hang_keep_no_request(
                     tokens(2.1, number), f"adapter {number}", lora_request=adapter
                 )
             )
-        assert (
-            halves.asked(
-                halves.request(tokens(2.1), "waits", lora_request=adapter)
-            )
-            == 0
-        )
+        assert halves.hits(tokens(2.1), "waits", lora_request=adapter) == 0
         later = halves.request(tokens(2.1), "later")
         assert halves.scheduler.matched(later, 0) == (0, False)
         meta = halves.step(list(range(9)), later=2 * CHUNK)
@@ -504,8 +517,8 @@ def test_look_ups_that_hang_keep_no_request(
     finally:
         go_on.set()
     halves.scheduler._lookups._threads.join(30.0)
-    halves.stored(tokens(2), "stored", list(range(8)))
-    assert halves.asked(halves.request(tokens(2.1), "hits")) == 2 * CHUNK
+    halves.stored(tokens(2), "stored")
+    assert halves.hits(tokens(2.1), "hits") == 2 * CHUNK
 
 
 def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
@@ -517,7 +530,8 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
     requests = [
         halves.request(tokens(1, seed), f"ends {seed}") for seed in range(20)
     ]
-    assert all(halves.asked(request) == 0 for request in requests)
+    for request in requests:
+        assert halves.asked(request) == 0
     busy = [look_ups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
     try:
         for request in requests:
@@ -527,7 +541,8 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
         assert look_ups._threads.under_way <= lookups._MOST_LOGS
     finally:
         go_on.set()
-    assert all(each.result() for each in busy)
+    for each in busy:
+        assert each.result()
     look_ups._threads.join(30.0)
     assert look_ups._cache.flush(30.0)
     ledger = halves.scheduler._lookups._cache.slots._ledger
@@ -553,7 +568,8 @@ def test_a_request_is_recorded_as_it_was_asked(
         halves.scheduler._lookups.begin(TrackedRequest(request))
     finally:
         go_on.set()
-    assert all(each.result() for each in busy)
+    for each in busy:
+        assert each.result()
     assert halves.asked(request) == 0
     halves.close()
     recorded = [
@@ -580,7 +596,7 @@ def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(
         locked.set()
         assert go_on.wait(20)
 
-    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+    host = halves.host_ledger
     holder = threading.Thread(target=host.session.write, args=(hold, 20.0))
     holder.start()
     assert locked.wait(20)
@@ -616,7 +632,7 @@ def test_the_chunks_of_all_requests_of_a_step_are_reserved_in_one_transaction(
         requests[name] = halves.request(tokens(1, seed=number), name)
         assert halves.asked(requests[name]) == 0
         tables[name] = list(range(4 * number, 4 * number + 4))
-    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+    host = halves.host_ledger
 
     def transactions() -> int:
         return host.session.read(lambda txn, _: txn.id(), 60.0)
@@ -628,7 +644,7 @@ def test_the_chunks_of_all_requests_of_a_step_are_reserved_in_one_transaction(
     assert [save.blocks for save in meta.saves] == list(tables.values())
     halves.saved(meta)
     for number in range(8):
-        again = halves.request([*tokens(1, seed=number), 1], f"again{number}")
+        again = halves.request(one_longer(1, seed=number), f"again{number}")
         assert halves.asked(again) == CHUNK
 
 
@@ -650,7 +666,7 @@ def test_an_error_about_one_request_of_a_step_costs_the_others_nothing(
     monkeypatch.setattr(halves.scheduler, "_noted", raises_once)
     meta = halves.step(table, wrong=CHUNK, right=CHUNK)
     assert [save.request for save in meta.saves] == ["right"]
-    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+    host = halves.host_ledger
     assert admin.gauges(host)["reserved"] == 1
     assert not halves.scheduler._tracked["wrong"].saves
     assert halves.scheduler._tracked["right"].saves
@@ -667,8 +683,7 @@ def test_a_request_waits_for_the_load_of_its_chunks_and_no_longer(
     def begun(prompt: list[int], name: str) -> None:
         request = halves.request([*prompt, 1], name)
         assert halves.asked(request) == len(prompt)
-        blocks = SimpleNamespace(get_block_ids=lambda: (table,))
-        halves.scheduler.allocated(request, blocks, len(prompt))
+        halves.allocated(request, table, len(prompt))
 
     def ended(name: str) -> None:
         halves.scheduler.take_output(KVConnectorOutput(finished_recving={name}))
@@ -716,7 +731,7 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
         halves.scheduler.take_output(
             KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta())
         )
-    assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
+    assert halves.hits(one_longer(5), "next") == 5 * CHUNK
     stats = halves.worker.stats.take()
     assert stats is not None
     assert stats.data["saved_chunks"] == 5
@@ -734,7 +749,8 @@ def test_what_had_no_room_when_its_request_ended_is_counted(
     leave_room(halves, 2)
     request = halves.request(tokens(5), "short")
     assert halves.asked(request) == 0
-    halves.saved(halves.step(list(range(20)), short=5 * CHUNK))
+    meta = halves.step(list(range(20)), short=5 * CHUNK)
+    halves.saved(meta)
     request.num_computed_tokens = 5 * CHUNK
     request.append_output_token_ids(7)
     calls = [
@@ -749,17 +765,19 @@ def test_what_had_no_room_when_its_request_ended_is_counted(
     assert stats is not None
     assert stats.data["unsaved_chunks"] == 3
     assert halves.cache.stats()["drops"] == {"queue_full": 3}
-    assert halves.asked(halves.request([*tokens(5), 1], "next")) == 2 * CHUNK
+    assert halves.hits(one_longer(5), "next") == 2 * CHUNK
 
 
 def test_what_was_saved_is_not_counted_as_unsaved(halves: Halves) -> None:
     request = halves.request(tokens(3), "whole")
     assert halves.asked(request) == 0
-    halves.saved(halves.step(list(range(12)), whole=3 * CHUNK))
+    meta = halves.step(list(range(12)), whole=3 * CHUNK)
+    halves.saved(meta)
     request.num_computed_tokens = 3 * CHUNK
     # the last of them is not computed
     request.append_output_token_ids(list(range(CHUNK)))
-    halves.saved(halves.step(list(range(16)), whole=CHUNK - 1))
+    meta = halves.step(list(range(16)), whole=CHUNK - 1)
+    halves.saved(meta)
     request.num_computed_tokens = 4 * CHUNK
     halves.scheduler.finished(request)
     stats = halves.scheduler.stats.take()
@@ -774,15 +792,13 @@ def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(
     """
     halves = Halves(shm_root, drops_last_block=True)
     try:
-        halves.stored(tokens(3), "first", list(range(12)))
-        request = halves.request([*tokens(3), 1], "next")
+        halves.stored(tokens(3), "first")
+        request = halves.request(one_longer(3), "next")
         assert halves.asked(request) == 3 * CHUNK - BLOCK
         assert halves.asked(request, local=3 * CHUNK - BLOCK) == 0
         assert halves.asked(request, local=3 * CHUNK - 2 * BLOCK) == BLOCK
         # and one token is left
-        assert (
-            halves.asked(halves.request(tokens(1), "short")) == CHUNK - 2 * BLOCK
-        )
+        assert halves.hits(tokens(1), "short") == CHUNK - 2 * BLOCK
     finally:
         halves.close()
 
@@ -841,16 +857,16 @@ def test_without_device_memory_the_engine_starts_all_the_same(
     halves = Halves(shm_root, on_cpu=False)
     try:
         assert "no device memory is left for copies" in caplog.text
-        halves.stored(tokens(1), "first", list(range(4)))
-        assert halves.asked(halves.request([*tokens(1), 1], "next")) == CHUNK
+        halves.stored(tokens(1), "first")
+        assert halves.hits(one_longer(1), "next") == CHUNK
     finally:
         halves.close()
 
 
 def test_a_chunk_larger_than_the_room_is_saved_alone(on_device: Halves) -> None:
     leave_room(on_device, 0)
-    on_device.stored(tokens(1), "first", list(range(4)))
-    assert on_device.asked(on_device.request([*tokens(1), 1], "next")) == CHUNK
+    on_device.stored(tokens(1), "first")
+    assert on_device.hits(one_longer(1), "next") == CHUNK
 
 
 def test_two_ranks_report_the_earliest_chunk_that_waits() -> None:
@@ -884,7 +900,7 @@ def test_a_look_up_leaves_the_scheduler_s_half_twice_at_most(
     halves: Halves,
 ) -> None:
     """The scheduler's thread asks once a pass for each waiting request."""
-    halves.stored(tokens(2), "before", list(range(8)))
+    halves.stored(tokens(2), "before")
     request = halves.request(tokens(2.25), "r")
     assert halves.asked(request) == 2 * CHUNK
     asked = list[str]()
@@ -907,16 +923,16 @@ def test_a_look_up_leaves_the_scheduler_s_half_twice_at_most(
 
 
 def test_at_least_one_token_is_left_to_compute(halves: Halves) -> None:
-    halves.stored(tokens(2), "first", list(range(8)))
-    assert halves.asked(halves.request(tokens(2), "again")) == 2 * CHUNK - BLOCK
+    halves.stored(tokens(2), "first")
+    assert halves.hits(tokens(2), "again") == 2 * CHUNK - BLOCK
 
 
 def test_a_chunk_that_differs_behind_its_first_block_is_another(
     halves: Halves,
 ) -> None:
-    halves.stored(tokens(2), "first", list(range(8)))
+    halves.stored(tokens(2), "first")
     other = [*tokens(1), *tokens(2)[CHUNK : CHUNK + BLOCK], *tokens(2, seed=1)]
-    assert halves.asked(halves.request(other, "other")) == CHUNK
+    assert halves.hits(other, "other") == CHUNK
 
 
 def test_another_adapter_under_the_same_path_is_another(
@@ -929,17 +945,11 @@ def test_another_adapter_under_the_same_path_is_another(
     first, again, other = (
         LoRARequest("adapter", number, str(path)) for number in (9001, 9002, 9003)
     )
-    halves.stored(tokens(2), "first", list(range(8)), lora_request=first)
-    assert (
-        halves.asked(halves.request([*tokens(2), 1], "again", lora_request=again))
-        == 2 * CHUNK
-    )
+    halves.stored(tokens(2), "first", lora_request=first)
+    assert halves.hits(one_longer(2), "again", lora_request=again) == 2 * CHUNK
     shutil.rmtree(path)
     models.make_lora(path, 2)
-    assert (
-        halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other))
-        == 0
-    )
+    assert halves.hits(one_longer(2), "other", lora_request=other) == 0
 
 
 def test_requests_without_hashes_are_not_cached_and_that_is_one_line(
@@ -962,11 +972,11 @@ def test_an_adapter_that_cannot_be_named_is_said_and_counted(
 ) -> None:
     path = models.make_lora(tmp_path / "adapter", 1)
     adapter = LoRARequest("poet", 9004, str(path))
-    halves.stored(tokens(2), "before", list(range(8)), lora_request=adapter)
+    halves.stored(tokens(2), "before", lora_request=adapter)
     shutil.rmtree(path)
     models.make_lora(path, 2)
     for name in ("after", "again"):
-        request = halves.request([*tokens(2), 1], name, lora_request=adapter)
+        request = halves.request(one_longer(2), name, lora_request=adapter)
         assert halves.asked(request) == 0
         halves.scheduler.allocated(request, None, 0)
     (line,) = [line for line in caplog.messages if "adapter" in line]
@@ -979,43 +989,46 @@ def test_an_adapter_that_cannot_be_named_is_said_and_counted(
 def test_after_a_reset_nothing_that_was_stored_before_hits(
     halves: Halves,
 ) -> None:
-    halves.stored(tokens(2), "before", list(range(8)))
-    running = halves.request([*tokens(1, seed=1), 1], "running")
+    halves.stored(tokens(2), "before")
+    running = halves.request(one_longer(1, seed=1), "running")
     assert halves.asked(running) == 0
     halves.scheduler.weights.changed()
     meta = halves.step(list(range(4)), running=CHUNK)
     assert not meta.saves  # it is unknown which weights computed it
     halves.saved(meta)
     halves.scheduler.finished(running)
-    assert halves.asked(halves.request([*tokens(2), 1], "after")) == 0
-    halves.stored(tokens(2), "anew", list(range(8)))
-    assert halves.asked(halves.request([*tokens(2), 1], "next")) == 2 * CHUNK
+    assert halves.hits(one_longer(2), "after") == 0
+    halves.stored(tokens(2), "anew")
+    assert halves.hits(one_longer(2), "next") == 2 * CHUNK
 
 
 def test_what_waits_when_a_version_is_taken_begins_again(halves: Halves) -> None:
     """Its look-up had the answer of other weights; it hits and stores what belongs to those of
     now.
     """
-    halves.stored(tokens(2), "before", list(range(8)))
-    waits = halves.request([*tokens(2), 1], "waits")
+    halves.stored(tokens(2), "before")
+    waits = halves.request(one_longer(2), "waits")
     stored = halves.request(tokens(1, seed=1), "stored")
-    assert (halves.asked(waits), halves.asked(stored)) == (2 * CHUNK, 0)
+    assert halves.asked(waits) == 2 * CHUNK
+    assert halves.asked(stored) == 0
     halves.scheduler.weights.changed()
-    assert (halves.asked(waits), halves.asked(stored)) == (0, 0)
+    assert halves.asked(waits) == 0
+    assert halves.asked(stored) == 0
     for version in ("run/1", "run/2", "run/1"):
         halves.scheduler._take_version(version, True)
         assert halves.asked(waits) == 0
         assert halves.asked(stored) == 0 or version == "run/1"
-        halves.saved(halves.step(list(range(4)), stored=CHUNK))
+        meta = halves.step(list(range(4)), stored=CHUNK)
+        halves.saved(meta)
     # as vLLM does after a sleep
     halves.scheduler.opened([halves.worker.handshake])
     halves.scheduler.finished(stored)
-    assert halves.asked(halves.request([*tokens(1, seed=1), 1], "after")) == CHUNK
+    assert halves.hits(one_longer(1, seed=1), "after") == CHUNK
 
 
 def test_what_cannot_begin_again_is_not_cached(halves: Halves) -> None:
-    halves.stored(tokens(2), "before", list(range(8)))
-    request = halves.request([*tokens(2), 1], "waits")
+    halves.stored(tokens(2), "before")
+    request = halves.request(one_longer(2), "waits")
     assert halves.asked(request) == 2 * CHUNK
     request.block_hashes.pop()
     halves.scheduler._take_version("run/1", True)
@@ -1060,11 +1073,9 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
         worker.begin(meta)
         worker.save(meta)
         wait_until(lambda worker=worker: not worker._save_threads.under_way)
-    second = halves.request([*tokens(2), 1], "second")
+    second = halves.request(one_longer(2), "second")
     assert halves.asked(second) == 2 * CHUNK
-    halves.scheduler.allocated(
-        second, SimpleNamespace(get_block_ids=lambda: (here,)), 2 * CHUNK
-    )
+    halves.allocated(second, here, 2 * CHUNK)
     meta = halves.step([])
     for worker, its in both.items():
         worker.load(meta)
@@ -1077,14 +1088,12 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
 
 
 def test_what_the_engine_has_already_is_not_written_over(halves: Halves) -> None:
-    halves.stored(tokens(2), "first", list(range(8)))
-    request = halves.request([*tokens(2), 1], "second")
+    halves.stored(tokens(2), "first")
+    request = halves.request(one_longer(2), "second")
     assert halves.asked(request, local=BLOCK) == 2 * CHUNK - BLOCK
-    blocks = SimpleNamespace(get_block_ids=lambda: ([*range(100, 109)],))
-    halves.scheduler.allocated(request, blocks, 2 * CHUNK - BLOCK)
+    halves.allocated(request, list(range(100, 109)), 2 * CHUNK - BLOCK)
     halves.memory[100:109] = 111
-    halves.worker.load(halves.step([]))
-    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    halves.loaded()
     written = [
         block
         for block in range(100, 109)
@@ -1118,15 +1127,16 @@ def test_below_a_multi_connector_requests_wait_for_the_first_messages(
     comes counts, too.
     """
     first = Halves(shm_root)
-    first.stored(tokens(2), "first", list(range(8)))
+    first.stored(tokens(2), "first")
     for reset, hit in ((False, 2 * CHUNK), (True, 0)):
         halves = Halves(shm_root, described=False)
         if reset:
             halves.scheduler.weights.changed()
-        request = halves.request([*tokens(2), 1], "waits")
+        request = halves.request(one_longer(2), "waits")
         assert halves.scheduler.matched(request, 0) == (None, False)
         halves.worker.report_handshake()
-        halves.worker.begin(halves.step([]))
+        meta = halves.step([])
+        halves.worker.begin(meta)
         halves.take_worker_messages()
         assert halves.asked(request) == hit
         halves.close()
@@ -1166,15 +1176,15 @@ def test_an_engine_that_loads_nothing_publishes_nothing_and_leaves_notes_for_one
     shm_root: Path,
 ) -> None:
     """Routers would send a prompt to an engine that has to compute it all the same."""
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     outlets = {
-        role: EventOutlet(config) for role in ("kv_producer", "kv_consumer")
+        "kv_producer": event_outlet(),
+        "kv_consumer": event_outlet(),
     }
     producer, consumer = (
         Halves(shm_root, role=role, outlet=outlet)
         for role, outlet in outlets.items()
     )
-    producer.stored(tokens(2), "prompt", list(range(8)))
+    producer.stored(tokens(2), "prompt")
     events: list[object] = []
     wait_until(lambda: events.extend(outlets["kv_consumer"].take()) or events)  # type: ignore[func-returns-value]
     (event,) = events
@@ -1194,18 +1204,14 @@ def test_what_an_engine_loads_is_published_and_that_other_weights_end_it(
     """The chunks are those of an engine without events, so nothing is known of them but what the
     request says.
     """
-    outlet = EventOutlet(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    )
+    outlet = event_outlet()
     silent = Halves(shm_root)
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(8))
     silent.stored(tokens(2), "first", table)
-    request = halves.request([*tokens(2), 1], "second")
+    request = halves.request(one_longer(2), "second")
     assert halves.asked(request) == 2 * CHUNK
-    halves.scheduler.allocated(
-        request, SimpleNamespace(get_block_ids=lambda: (table,)), 2 * CHUNK
-    )
+    halves.allocated(request, table, 2 * CHUNK)
     events: list[Any] = []
     wait_until(lambda: events.extend(outlet.take()) or events)  # type: ignore[func-returns-value]
     halves.scheduler.weights.changed()
@@ -1237,9 +1243,7 @@ def test_weights_that_another_process_has_changed_are_published_while_the_engine
     """
     # whole ones, as requests have them
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-    outlet = EventOutlet(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    )
+    outlet = event_outlet()
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(16))
@@ -1253,7 +1257,8 @@ def test_weights_that_another_process_has_changed_are_published_while_the_engine
         halves.stored(tokens(1, seed), f"of {seed}", table, **more)
     longer = halves.request(tokens(4, 5), "longer")
     assert halves.asked(longer) == 0
-    halves.saved(halves.step(table, longer=2 * CHUNK))
+    meta = halves.step(table, longer=2 * CHUNK)
+    halves.saved(meta)
     wait_until(lambda: credited(outlet, held) == 6 * CHUNK // BLOCK)
     with Cache(
         halves.options.config, namespace=NAMESPACE, layout=LAYOUT
@@ -1262,7 +1267,8 @@ def test_weights_that_another_process_has_changed_are_published_while_the_engine
     wait_until(lambda: credited(outlet, held) == 0)
     longer.num_computed_tokens = 2 * CHUNK
     # the rest of it, which was named before
-    halves.saved(halves.step(table, longer=2 * CHUNK))
+    meta = halves.step(table, longer=2 * CHUNK)
+    halves.saved(meta)
     other_half = Halves(shm_root, outlet=EventOutlet(KVEventsConfig()))
     # another engine with the new weights
     other_half.stored(tokens(3, 7), "other", table)
@@ -1277,13 +1283,11 @@ def test_weights_that_another_process_has_changed_are_published_while_the_engine
 def test_a_sleeping_engine_publishes_nothing_and_all_once_its_weights_are_known_to_be_the_same(
     shm_root: Path,
 ) -> None:
-    outlet = EventOutlet(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    )
+    outlet = event_outlet()
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     weights = ["the same"]
-    halves.stored(tokens(2), "first", list(range(8)))
+    halves.stored(tokens(2), "first")
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     executor = SimpleNamespace(
         collective_rpc=lambda _: weights, sleeping_tags=set()
@@ -1305,9 +1309,7 @@ def test_that_another_adapter_has_taken_a_name_is_published(
     """Blocks are named by an adapter's name. A request of the old one that still runs brings
     nothing back.
     """
-    outlet = EventOutlet(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    )
+    outlet = event_outlet()
     published = list[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(16))
@@ -1334,25 +1336,23 @@ def test_that_another_adapter_has_taken_a_name_is_published(
     halves.stored(tokens(1, 1), "of none", table)
     running = halves.request(tokens(4, 2), "running", lora_request=old)
     assert halves.asked(running) == 0
-    halves.saved(halves.step(table, running=2 * CHUNK))
+    meta = halves.step(table, running=2 * CHUNK)
+    halves.saved(meta)
     wait_until(lambda: blocks() == 3 * CHUNK // BLOCK)
     request = halves.request(tokens(1, 2), "of the new one", lora_request=new)
     assert halves.asked(request) == 0
     wait_until(lambda: blocks() == CHUNK // BLOCK)
     running.num_computed_tokens = 2 * CHUNK
-    halves.saved(halves.step(table, running=2 * CHUNK))
-    halves.saved(halves.step(table, **{"of the new one": CHUNK}))
+    meta = halves.step(table, running=2 * CHUNK)
+    halves.saved(meta)
+    meta = halves.step(table, **{"of the new one": CHUNK})
+    halves.saved(meta)
     wait_until(lambda: blocks() == 2 * CHUNK // BLOCK)
     assert (
         len([one for event in published for one in event.block_hashes])
         == (3 + 2 + 1) * CHUNK // BLOCK
     )
-    assert (
-        halves.asked(
-            halves.request(tokens(1, 2), "of unknown weights", lora_request=odd)
-        )
-        == 0
-    )
+    assert halves.hits(tokens(1, 2), "of unknown weights", lora_request=odd) == 0
     wait_until(lambda: blocks() == CHUNK // BLOCK)
     halves.close()
 
@@ -1363,9 +1363,7 @@ def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
 ) -> None:
     # whole ones, as requests have them
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-    outlet = EventOutlet(
-        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    )
+    outlet = event_outlet()
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(8))
@@ -1449,7 +1447,8 @@ def test_what_is_computed_after_a_failed_load_of_another_connector_is_not_stored
         """Let another connector load within a step; return how much of a request that comes after
         it is saved.
         """
-        halves.worker.begin(halves.step(table, others_load=True, loads=1))
+        meta = halves.step(table, others_load=True, loads=1)
+        halves.worker.begin(meta)
         halves.worker._report.bad_blocks.update(ours)
         meta = halves.worker.take_meta()
         output = KVConnectorOutput(

@@ -49,11 +49,13 @@ def test_a_plane_row_is_a_block_of_all_layers_and_nothing_else(
     assert seen.block_tokens == BLOCK
     assert sum(seen.page_bytes) == 4 * PAGE
     assert len(seen.planes) == (1 if layout.startswith("B") else 4)
-    assert (seen.parts, seen.part, seen.writes, seen.on_cpu) == (1, 0, True, True)
-    assert all(
-        plane.dtype == torch.int8 and plane.stride(1) == 1
-        for plane in seen.planes
-    )
+    assert seen.parts == 1
+    assert seen.part == 0
+    assert seen.writes is True
+    assert seen.on_cpu is True
+    for plane in seen.planes:
+        assert plane.dtype == torch.int8
+        assert plane.stride(1) == 1
     for block in (0, 3, 5):
         for number, tensor in enumerate(kv_caches.values()):
             for plane in seen.planes:
