@@ -519,6 +519,15 @@ def computed() -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize("name", ["model", "salt", "weights"])
+def test_a_name_that_is_not_utf_8_is_refused_in_one_sentence(name: str) -> None:
+    """As from a path; and a salt is not shown."""
+    fields = {"model": "model", name: os.fsdecode(b"m\xff")}
+    with pytest.raises(ValueError, match="is not UTF-8") as caught:
+        Namespace(**fields)
+    assert (r"m\udcff" in str(caught.value)) == (name != "salt")
+
+
 def test_keys_are_those_of_earlier_versions() -> None:
     """A change here makes all stored chunks unreachable: raise FORMAT_VERSION, say so in the
     changelog.

@@ -588,6 +588,8 @@ class Namespace:
                 raise ValueError(
                     f"Namespace.{entry.name} must be {wanted.__name__}, got {type(value).__name__}"
                 )
+            if isinstance(value, str) and not value.isascii():
+                _require_text(entry.name, value)
         if not self.model:
             raise ValueError(
                 "Namespace.model must not be empty: give the model's name or a digest of its "
@@ -678,6 +680,18 @@ class Namespace:
             if nonce
             else self
         )
+
+
+def _require_text(name: str, value: str) -> None:
+    """Raise ValueError for a text without bytes: a path that is not UTF-8 has such characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        shown = "it" if name == "salt" else ascii(value[:200])
+        raise ValueError(
+            f"Namespace.{name}: {shown} is not UTF-8: write another name, or rename the directory "
+            "that it names"
+        ) from None
 
 
 def require_version(version: object) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.request_meters import TokenLoad
@@ -539,6 +540,31 @@ def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(
     done = pagoda("vllm", "--print", "serve", os.fsdecode(b"/models/\xff"))
     assert done.returncode == 0
     assert r"/models/\udcff" in done.stdout
+
+
+def test_a_path_that_is_not_utf_8_is_as_good_as_any(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """No command is kept from a store by the name of a directory, nor an engine."""
+    odd = os.fsdecode(b"k\xff")
+    put(host(shm_root / odd), LLAMA, range(16))
+    with disk(tmp_path / odd) as tier:
+        save(tier, LLAMA, range(48))
+    recorded_tiers.add("disk", tmp_path / odd)
+    assert [one.place for one in recorded_tiers.entries()] == [
+        str(tmp_path / odd)
+    ]
+    for root in (shm_root / odd, tmp_path / odd):
+        for command in (
+            ["stats"],
+            ["ls"],
+            ["check"],
+            ["explain", "--tokens", "1"],
+            ["clear", "--yes"],
+        ):
+            verb, *options = command
+            answer(verb, root, *options)
+            assert done_here(verb, root, *options).returncode == 0
 
 
 def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pagoda_tools.cli import main
 from pagoda_tools.replay import read_trace
 from testbed.patience import wait_until
+from tests.children import in_child
 
 ENGINE = """
 import sys
@@ -105,6 +106,17 @@ def test_wrong_use_is_one_line(
     assert error.count("\n") == 1
     # nothing is left of what did not run
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--append"]])
+def test_a_pipe_is_refused_and_not_waited_for(
+    trace: Path, capfd: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    os.mkfifo(trace)
+    in_child(
+        lambda: os._exit(main(["record", *options, str(trace), "--", "true"])), 2
+    )
+    assert "is no file" in capfd.readouterr().err
 
 
 def test_a_command_that_cannot_be_run_leaves_a_trace_that_was_there(

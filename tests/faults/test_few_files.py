@@ -1,9 +1,10 @@
 """A process that may open no more files: what it cannot ask now is not lost, neither for it nor for
-the next one.
+the next one. And one whose standard streams are closed.
 """
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -127,4 +128,26 @@ def test_a_process_that_could_not_open_its_tables_again_still_has_its_store(
         assert "removed or replaced" not in caplog.text
 
     in_child(work)
+    ledger.close()
+
+
+def test_what_a_library_prints_to_a_closed_stream_is_in_no_file_of_a_store(
+    shm_root: Path,
+) -> None:
+    """The descriptors 0, 1 and 2 of a daemon may be free: the next files get them."""
+
+    def work() -> None:
+        for number in range(3):
+            os.close(number)
+        ledger = opened(shm_root)
+        put(ledger, CHUNKS)
+        for number in (1, 2):
+            os.write(number, b"a line of a library\n" * 1000)
+        # no child inherits one of our files as its output
+        assert os.path.samestat(os.fstat(1), os.stat(os.devnull))
+        os._exit(0)  # killed
+
+    in_child(work)
+    ledger = opened(shm_root)
+    assert all(present(ledger, CHUNKS))
     ledger.close()

@@ -10,23 +10,31 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.base.errors import StoreError
 from pagoda.ledger import admin
+from tests.children import in_child
+from tests.cli.shelf import done_here
 from tests.faults.support import (
     Store,
     apart,
+    disk,
     environment,
     keys,
+    load_from,
     memory_spec,
     python,
+    save_to,
     succeeded,
 )
 
 PROMPT = keys(range(10))
+# files that are mapped as they are: a pipe in their place has to be removed first
+NOT_REPLACED = ("locks",)
 
 
 def reopened(root: Path) -> int:
@@ -87,6 +95,12 @@ def scribble(path: Path) -> None:
         file.write(b"\xa5" * min(8192, path.stat().st_size))
 
 
+def pipe(path: Path) -> None:
+    """Replaces a file by a pipe without a writer: whoever opens it waits for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def swap(path: Path) -> None:
     """Replaces a file by a copy: another inode with the same bytes."""
     shutil.copyfile(path, path.with_suffix(".copy"))
@@ -94,7 +108,7 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [delete, halve, empty, swap])
+@pytest.mark.parametrize("harm", [delete, halve, empty, swap, pipe])
 def test_a_store_with_a_spoiled_file_is_discarded_as_a_whole(
     shm_root: Path, harm: Callable[[Path], None]
 ) -> None:
@@ -103,6 +117,10 @@ def test_a_store_with_a_spoiled_file_is_discarded_as_a_whole(
     for name in names:
         directory = filled(shm_root / name)
         harm(directory / name)
+        if harm is pipe and name in NOT_REPLACED:
+            with pytest.raises(StoreError, match=f"not a regular file.*{name}"):
+                Store(shm_root / name)
+            continue
         found = reopened(shm_root / name)
         assert found in (0, 10), f"{name}: {found} chunks"
         shutil.rmtree(shm_root / name)
@@ -138,6 +156,37 @@ def test_torn_hints_cost_chunks_at_most(shm_root: Path, seed: int) -> None:
         store.close()
 
     apart(work)
+
+
+@pytest.mark.parametrize("harm", [pipe, Path.mkdir])
+def test_a_state_that_is_no_file_is_as_good_as_none(
+    shm_root: Path, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """It hung everything that looked at the store, and nothing could remove it."""
+
+    def fill() -> None:
+        with closing(disk(tmp_path)) as tier:
+            assert save_to(tier, PROMPT) == 10
+
+    in_child(fill)
+    [directory] = (path for path in tmp_path.iterdir() if path.is_dir())
+    state = directory / "state"
+    state.unlink()
+    harm(state)
+    assert "its state is missing or damaged" in apart(
+        lambda: done_here("stats", tmp_path).stderr
+    )
+
+    def again() -> None:
+        with closing(disk(tmp_path)) as tier:
+            assert not load_from(tier, PROMPT)
+            assert save_to(tier, PROMPT) == 10
+
+    in_child(again)
+    state.unlink()
+    harm(state)
+    assert apart(lambda: done_here("remove", tmp_path, "--yes").returncode) == "0"
+    assert not directory.exists()
 
 
 def test_a_store_of_another_user_is_refused_with_the_remedy(

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pagoda.base.errors import is_shortage
 from pagoda.base.file_lock import lock_file
+from pagoda.base.file_space import require_regular
 from pagoda.base.file_systems import filesystem_of
 from pagoda.base.log import guarded_logger
 
@@ -117,12 +118,13 @@ def _read_stand_in(directory: int) -> str | None:
     try:
         fd = os.open(
             _STAND_IN,
-            os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC,
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK,
             dir_fd=directory,
         )
     except FileNotFoundError:
         return None
     try:
+        require_regular(fd, _STAND_IN)
         number = os.read(fd, 64).decode("ascii", "replace")
         status = os.fstat(fd)
     finally:

@@ -71,6 +71,7 @@ def is_gone(error: OSError) -> bool:
         errno.EISDIR,
         errno.ELOOP,
         errno.ESTALE,
+        errno.ENXIO,  # of `open_file`: a pipe or a device has the name
     )
 
 

@@ -1,5 +1,5 @@
-"""The space of a file: make its directory, reserve its blocks, free them again, find those with
-data.
+"""Files by their names, without ever waiting for a pipe; and the space of a file: make its
+directory, reserve its blocks, free them again, find those with data.
 
 Called by all that make files; calls the operating system only.
 """
@@ -11,12 +11,15 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
 
 from pagoda.base.errors import NoRoomError
 
+# a terminal does not become this process's either
+_NEVER_WAITS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
@@ -37,14 +40,75 @@ _libc.fallocate.argtypes = [
 ]
 
 
+def open_file(path: str | Path, flags: int) -> int:
+    """Return a descriptor of a regular file, or with O_DIRECTORY of a directory; a new file is only
+    for this user. Raises OSError.
+
+    Whoever can write in its directory can put something else under the name: a pipe, whose opening
+    would wait for ever, or a device without an end. That is refused (ENXIO). May be the `opener` of
+    `open`.
+    """
+    fd = os.open(path, flags | _NEVER_WAITS, 0o600)
+    if not flags & os.O_DIRECTORY:
+        try:
+            require_regular(fd, path)
+        except OSError:
+            os.close(fd)
+            raise
+    return fd
+
+
+def occupy_standard_streams() -> None:
+    """Open /dev/null for each of the descriptors 0, 1 and 2 that is closed, as a daemon may leave
+    them. OSError.
+
+    Otherwise the next file that is opened gets such a number, and what any library prints is
+    written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # the lowest free number, which children inherit, as they would a stream
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def require_regular(fd: int, path: str | Path) -> None:
+    """Refuse a descriptor of something else than a regular file. OSError (ENXIO)."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.ENXIO, "Is not a regular file", os.fspath(path))
+
+
 @contextlib.contextmanager
-def opened(path: str | Path, flags: int) -> Iterator[int]:
-    """Open a file and close it at the end; a new file is only for this user. Raises OSError."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+def opened(path: str | Path, flags: int, any_kind: bool = False) -> Iterator[int]:
+    """Open a file, as `open_file` does, and close it at the end. Raises OSError.
+
+    `any_kind`: also what is no regular file.
+    """
+    fd = (
+        os.open(path, flags | _NEVER_WAITS, 0o600)
+        if any_kind
+        else open_file(path, flags)
+    )
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def read_file(path: str | Path, most_bytes: int) -> bytes:
+    """Return the content that a regular file had when it was opened; it may be growing. OSError,
+    also if that is more than `most_bytes`, below 2 GiB.
+    """
+    with open(path, "rb", opener=open_file) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(
+                errno.EFBIG,
+                f"Has more than {most_bytes:,} bytes",
+                os.fspath(path),
+            )
+        return file.read(size)
 
 
 def size_in_words(nbytes: int) -> str:
@@ -96,7 +160,7 @@ def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
     is full.
     """
     try:
-        _reserve(fd, offset, nbytes)
+        reserve(fd, offset, nbytes)
     except OSError:
         with contextlib.suppress(OSError):
             punch(fd, offset, nbytes)
@@ -118,7 +182,7 @@ def reserve_in_place(fd: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-def _reserve(fd: int, offset: int, nbytes: int) -> None:
+def reserve(fd: int, offset: int, nbytes: int) -> None:
     """Reserve blocks, and lengthen the file as far as needed; what the file has stays. OSError.
 
     Without the call for it (a C library that does not replace it, a sandbox), a byte of each block
@@ -184,7 +248,7 @@ def allocate(path: Path, nbytes: int) -> None:
     """
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         try:
-            _reserve(fd, 0, nbytes)
+            reserve(fd, 0, nbytes)
         except OSError as error:
             raise NoRoomError(
                 f"no space for the {size_in_words(nbytes)} of {path} ({error.strerror}): free "

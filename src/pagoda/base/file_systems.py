@@ -44,7 +44,7 @@ def filesystem(path: Path) -> str:
 
     It is the one that an open reaches, whatever is mounted below or above it. Changes nothing.
     """
-    with opened(nearest(path), os.O_PATH) as fd:
+    with opened(nearest(path), os.O_PATH, any_kind=True) as fd:
         return filesystem_of(fd)
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.base.file_space import size_in_words
+from pagoda.base.file_space import read_file, size_in_words
 from pagoda.base.file_systems import nearest
 from pagoda.base.log import guarded_logger
 from pagoda.base.synced_files import remove_abandoned, write_synced
@@ -28,6 +28,7 @@ from pagoda.base.trusted_files import user_state_directory
 log = guarded_logger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
+_MOST_ENTRY_BYTES = 64 << 10
 # how often the time of an entry is updated when its tier is opened again
 _FRESH_SECONDS = 86400.0
 # how long a directory may be missing (a disk that is not mounted) before its entry is removed
@@ -135,7 +136,7 @@ def _directories() -> list[Path]:
 
 def _write(directory: Path, entry: Entry) -> None:
     _make(directory)
-    name = hashlib.sha256("\0".join(entry[:2]).encode()).hexdigest()[:32]
+    name = hashlib.sha256(os.fsencode("\0".join(entry[:2]))).hexdigest()[:32]
     file = directory / f"{name}.json"
     if _read(file) == entry:
         if _age(file) > _FRESH_SECONDS:
@@ -189,7 +190,7 @@ def _files(directory: Path) -> list[Path]:
 
 def _read(file: Path) -> Entry | None:
     try:
-        fields = json.loads(file.read_bytes())
+        fields = json.loads(read_file(file, _MOST_ENTRY_BYTES))
         entry = Entry(fields["tier"], fields["place"], fields.get("file"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # a power cut may leave an empty file

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pagoda.base.file_space import opened
 from pagoda.base.trusted_files import user_state_directory
 
 TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
@@ -31,9 +32,9 @@ def own_token() -> str:
     if given is not None:
         return given.strip()
     try:
-        with default_token_file().open("rb") as file:
-            if not is_own(os.fstat(file.fileno())):
+        with opened(default_token_file(), os.O_RDONLY) as fd:
+            if not is_own(os.fstat(fd)):
                 return ""
-            return file.read(_LONGEST_BYTES).decode("ascii", "replace").strip()
+            return os.read(fd, _LONGEST_BYTES).decode("ascii", "replace").strip()
     except OSError:
         return ""

@@ -67,7 +67,7 @@ MOST_BYTES = 64 << 10
 _NOTES = "allowed"
 _MOST_NOTE_BYTES = 16 << 10
 _MOST_NAMED = 8  # options in one message
-# a pipe without a writer must not block
+# a pipe without a writer must not block (`opened` adds the same flags)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ACL = "system.posix_acl_access"
@@ -248,7 +248,7 @@ def read_named(
         OSError: it cannot be read.
     """
     place = os.path.abspath(path)
-    with opened(place, _READ) as fd:
+    with opened(place, _READ, any_kind=True) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(
@@ -306,7 +306,7 @@ def read_found(
 
 def _any_content(path: str) -> bytes:
     """Return the content of a file of any owner. Raises ConfigError, OSError."""
-    with opened(path, _READ) as fd:
+    with opened(path, _READ, any_kind=True) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{one_line(path)}: is not a regular file")
         content = _content(fd, MOST_BYTES)
@@ -541,10 +541,10 @@ def _allowed_digest(path: str, environ: Mapping[str, str] | None) -> str | None:
     try:
         directory = _notes(environ)
         for place in (directory, directory.parent):
-            with opened(place, _READ) as fd:
+            with opened(place, _READ, any_kind=True) as fd:
                 if writable_by_others(os.fstat(fd), fd):
                     return None
-        with opened(directory / _note_name(path), _READ) as fd:
+        with opened(directory / _note_name(path), _READ, any_kind=True) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or writable_by_others(status, fd):
                 return None

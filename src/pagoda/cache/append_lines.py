@@ -33,7 +33,7 @@ def append_lines(
     try:
         # a pipe without a reader must not block the thread
         with opened(
-            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            path, os.O_RDWR | os.O_APPEND | os.O_CREAT, any_kind=True
         ) as fd:
             try:
                 locked = stat.S_ISREG(os.fstat(fd).st_mode) and bool(

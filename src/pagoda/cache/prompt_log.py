@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from pagoda.base.clock import Clock
+from pagoda.base.file_space import read_file, require_regular
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import DeferredCall
@@ -148,8 +149,9 @@ class PromptLog:
     def _write(self, prompts: list[LoggedPrompt]) -> None:
         """Write prompts and remove them from the list, until the file is full. Raises OSError."""
         # a file object, made by built-in functions alone: it closes itself if a signal handler
-        # raises in between
-        with FileIO(self._path, "a", opener=_open_private) as file:
+        # raises in between; it reads too, because then the opening of a pipe does not wait
+        with FileIO(self._path, "a+", opener=_open_private) as file:
+            require_regular(file.fileno(), self._path)
             status = os.fstat(file.fileno())
             if status.st_size > 2 * self._most_bytes:
                 raise OSError(
@@ -197,7 +199,8 @@ def logged_prompts(directory: Path) -> Iterator[LoggedPrompt]:
     """
     for name in (OLD_PROMPTS, PROMPTS):
         with suppress(FileNotFoundError):
-            yield from _prompts_in((directory / name).read_bytes())
+            # a prompt may end behind the limit
+            yield from _prompts_in(read_file(directory / name, 4 * _MOST_BYTES))
 
 
 def _prompts_in(content: bytes) -> Iterator[LoggedPrompt]:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.base.errors import is_shortage
-from pagoda.base.file_space import allocate
+from pagoda.base.file_space import allocate, opened, read_file
 from pagoda.base.log import guarded_logger
 from pagoda.ledger.store_state import (
     DAMAGED_VOUCHER,
@@ -62,6 +62,8 @@ _HEAD = Struct("<16sQ8x")
 _MAGIC = b"pagoda clears 1\0"
 _LOG_ID = b"pagoda clears 1\0"
 NEVER_CLEARED = Voucher(_LOG_ID, 0, 0)
+# no log is that long: one record for each slot
+_MOST_BYTES = 1 << 30
 _SPARE = 1024  # records in addition to one namespace per slot
 
 
@@ -174,14 +176,16 @@ class ClearLog:
                     errno.EIO, f"{self._paths[0]} and {self._paths[1]} are lost"
                 )
             if any(
-                any(path.read_bytes()) for path in self._paths if path.exists()
+                any(read_file(path, _MOST_BYTES))
+                for path in self._paths
+                if path.exists()
             ):
                 raise OSError(
                     errno.EIO,
                     f"{self._paths[0]} and {self._paths[1]} are damaged",
                 )
             return None
-        data = run.path.read_bytes()
+        data = read_file(run.path, _MOST_BYTES)
         numbers = np.frombuffer(
             data, np.uint32, len(data) // _BYTES * _WORDS
         ).reshape(-1, _WORDS)[1:, 0]
@@ -211,8 +215,7 @@ class ClearLog:
         run = self._in_force()
         if run is None:
             return False
-        with open(run.path, "r+b", buffering=0) as file:
-            fd = file.fileno()
+        with opened(run.path, os.O_RDWR) as fd:
             number = run.number
             count = os.fstat(fd).st_size // _BYTES
             end = bisect_left(
@@ -236,8 +239,8 @@ class ClearLog:
         # the files may have records from before their heads were lost
         if old is None:
             for path in self._paths:
-                with open(path, "r+b", buffering=0) as file:
-                    _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
+                with opened(path, os.O_RDWR) as fd:
+                    _put(fd, 0, bytes(os.fstat(fd).st_size))
         path = (
             self._paths[1]
             if old is not None and old.path == self._paths[0]
@@ -250,15 +253,15 @@ class ClearLog:
             _sealed(number, root, watermark)
             for root, watermark in watermarks.of.items()
         )
-        with open(path, "r+b", buffering=0) as file:
-            if _BYTES + len(records) > os.fstat(file.fileno()).st_size:
+        with opened(path, os.O_RDWR) as fd:
+            if _BYTES + len(records) > os.fstat(fd).st_size:
                 raise OSError(
                     errno.ENOSPC,
                     f"{len(watermarks.of)} namespaces do not fit into {path}",
                 )
-            _put(file.fileno(), 1, records)
+            _put(fd, 1, records)
             _put(
-                file.fileno(),
+                fd,
                 0,
                 _sealed(
                     number,
@@ -268,8 +271,8 @@ class ClearLog:
             )
         # invalidated: if the new head is damaged one day, the old file must not count as the latest
         if old is not None:
-            with open(old.path, "r+b", buffering=0) as file:
-                _put(file.fileno(), 0, bytes(_BYTES))
+            with opened(old.path, os.O_RDWR) as fd:
+                _put(fd, 0, bytes(_BYTES))
 
     def _vouched_run(self) -> int:
         vouched = read_voucher(self._directory, Vouched.CLEARS)
@@ -301,8 +304,8 @@ class ClearLog:
 def _active_file(path: Path) -> _ActiveFile | None:
     """Return what the head of a file says; None if the file has no valid head."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            head = file.read(_BYTES)
+        with opened(path, os.O_RDONLY) as fd:
+            head = os.pread(fd, _BYTES, 0)
     except FileNotFoundError:
         return None
     if len(head) < _BYTES:

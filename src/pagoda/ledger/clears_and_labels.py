@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.base.errors import is_shortage
+from pagoda.base.file_space import read_file
 from pagoda.base.synced_files import write_synced
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER, PendingClear
@@ -26,6 +27,8 @@ from pagoda.ledger.store_state import NAMESPACES
 from pagoda.ledger.transaction import Transaction
 
 NOBODYS = 2**64 - 1  # no namespace has this number
+# of their file; one namespace for each slot at most
+_MOST_LABEL_BYTES = 256 << 20
 _LABEL_BYTES = 1024  # longer values are cut
 _LONGEST_VALUE = 256
 _LOOK = 8  # the number of labels among which one is chosen for removal
@@ -210,7 +213,8 @@ def read_labels(directory: Path) -> dict[bytes, Label]:
     """
     try:
         known = msgspec.json.decode(
-            (directory / NAMESPACES).read_bytes(), type=dict[str, Label]
+            read_file(directory / NAMESPACES, _MOST_LABEL_BYTES),
+            type=dict[str, Label],
         )
         return {bytes.fromhex(root): label for root, label in known.items()}
     except OSError as error:

@@ -32,7 +32,12 @@ import xxhash
 from blake3 import blake3
 
 from pagoda.base.errors import StoreError
-from pagoda.base.file_space import make_directory, opened, reserve_beyond
+from pagoda.base.file_space import (
+    make_directory,
+    opened,
+    reserve,
+    reserve_beyond,
+)
 from pagoda.base.log import guarded_logger
 from pagoda.base.synced_files import sync_directory
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
@@ -277,8 +282,8 @@ class EpochRecord:
 
     def _newest(self) -> _EpochHalf | None:
         try:
-            with open(self.path, "rb") as file:
-                content = file.read(2 * _HALF_BYTES)
+            with opened(self.path, os.O_RDONLY) as fd:
+                content = os.pread(fd, 2 * _HALF_BYTES, 0)
         except FileNotFoundError:
             return None
         halves = (content[:_HALF_BYTES], content[_HALF_BYTES:])
@@ -293,7 +298,7 @@ class EpochRecord:
         with opened(self.path, os.O_RDWR | os.O_CREAT) as fd:
             if os.fstat(fd).st_size != 2 * _HALF_BYTES:
                 os.ftruncate(fd, 2 * _HALF_BYTES)
-                os.posix_fallocate(fd, 0, 2 * _HALF_BYTES)
+                reserve(fd, 0, 2 * _HALF_BYTES)
             now = self._newest()
             if now is None or now.record_id != record.record_id:
                 os.pwrite(fd, sealed + bytes(_HALF_BYTES), 0)

@@ -19,6 +19,7 @@ stays until the store is opened again, or until `sweep` finds that the store is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -31,7 +32,12 @@ from pathlib import Path
 from struct import Struct
 
 from pagoda.base.errors import NoRoomError, is_gone
-from pagoda.base.file_space import allocate, opened
+from pagoda.base.file_space import (
+    allocate,
+    opened,
+    read_file,
+    reserve_in_place,
+)
 from pagoda.base.store_place import is_in_memory, require_free
 from pagoda.ledger.columns import (
     NOT_READY,
@@ -55,6 +61,7 @@ from pagoda.ledger.store_state import (
 
 _PUBLISHED = "published"
 _WHERE = "store"  # the path of the store, for `sweep`
+_MOST_NAME_BYTES = 8192
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
 # the first page of the file of columns on a disk: magic, number of slots, of ghosts, id of the
@@ -124,7 +131,7 @@ class HintPages:
 
         def fill(memory: mmap.mmap) -> None:
             with contextlib.suppress(OSError):
-                content = (self._directory / name).read_bytes()
+                content = read_file(self._directory / name, nbytes)
                 if len(content) == nbytes:
                     memory[:] = content
 
@@ -161,7 +168,7 @@ class HintPages:
         if self._made is None:
             return True
         try:
-            content = (self._made / METERS).read_bytes()
+            content = read_file(self._made / METERS, METERS_BYTES)
             _write(self._directory / METERS, content, b"")
         except FileNotFoundError:
             return True
@@ -378,7 +385,9 @@ def sweep() -> None:
             if not _is_own(made):
                 continue
             try:
-                store = Path(os.fsdecode((made / _WHERE).read_bytes()))
+                store = Path(
+                    os.fsdecode(read_file(made / _WHERE, _MOST_NAME_BYTES))
+                )
             except OSError:
                 continue  # being made
             try:
@@ -466,8 +475,10 @@ def _map_own(path: Path, nbytes: int) -> mmap.mmap | None:
 
 def allocate_all(fd: int, nbytes: int) -> None:
     """Reserve the pages of a file that another process may have made with holes. OSError."""
-    if os.fstat(fd).st_blocks * 512 < nbytes:
-        os.posix_fallocate(fd, 0, nbytes)
+    is_whole = os.fstat(fd).st_blocks * 512 >= nbytes
+    # others may be writing to it
+    if not is_whole and not reserve_in_place(fd, 0, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _remove(path: Path) -> None:

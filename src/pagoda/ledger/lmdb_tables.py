@@ -30,6 +30,7 @@ gate of each session (`session`), and at `Tables.opening` for the others.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -263,8 +264,9 @@ class Tables:
             mode=0o600,
             max_dbs=len(self.NAMES),
         )
-        # a built-in: no signal handler runs in between
-        self._opened.extend(map(opener, [str(path)]))
+        # as bytes, because LMDB takes no text that is not UTF-8; a built-in: no signal handler runs
+        # in between
+        self._opened.extend(map(opener, [os.fsencode(path)]))
         [self.env] = self._opened
         try:
             # the fork came before the opening or during it (`opener` calls Python)

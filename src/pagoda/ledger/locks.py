@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from pagoda.base.errors import StoreError, is_gone
+from pagoda.base.file_space import require_regular
 from pagoda.base.fork import here
 
 GATE = 0
@@ -143,6 +144,11 @@ class LockFile(OwnDescription):
                 path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)
             )
             self._fd = self._file.fileno()
+            try:
+                require_regular(self._fd, path)
+            except OSError:
+                self.close()
+                raise
             owner = os.fstat(self._fd).st_uid
             if owner != os.geteuid():
                 self.close()

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.base.file_space import read_file
 from pagoda.ledger.store_state import FORMAT, SLAB, StoreState, read_state
 from pagoda.ledger.stores_under_root import in_use, stores
 
 _LIMIT = "limit"
 _UNLIMITED = 1 << 62
+_MOST_LIMIT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     fresh.unlink(missing_ok=True)
     if nbytes is None:
         if sole:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # none, or a directory
+                file.unlink()
         return
     known = _read_limit(directory) or 0
     if known == nbytes or (known > nbytes and not sole):
@@ -139,7 +142,7 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
 
 def _read_limit(directory: Path) -> int | None:
     try:
-        limit = int((directory / _LIMIT).read_text())
+        limit = int(read_file(directory / _LIMIT, _MOST_LIMIT_BYTES))
     except (OSError, ValueError):
         return None
     # else it is damaged, and nobody asked for it

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.base.file_space import data_ranges, punch
+from pagoda.base.file_space import data_ranges, opened, punch
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE
 from pagoda.ledger.lmdb_tables import Meta
@@ -82,10 +83,10 @@ class SlabPages:
     @contextlib.contextmanager
     def slab(self) -> Iterator[int]:
         """Open the file of the slab, to give it pages or holes."""
-        with open(self._directory / SLAB, "r+b", buffering=0) as slab:
+        with opened(self._directory / SLAB, os.O_RDWR) as slab:
             # otherwise the file might be another store's
             self._session.require_store()
-            yield slab.fileno()
+            yield slab
 
     # ---- giving
 

@@ -24,11 +24,12 @@ import lmdb
 import msgspec
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.errors import NoRoomError, StoreError, is_gone
 from pagoda.base.file_space import (
     allocate,
     lengthen,
     make_directory,
+    occupy_standard_streams,
     size_in_words,
     write_in_place,
 )
@@ -299,6 +300,7 @@ def reopen_store(store: OpenStore) -> OpenStore:
 
 
 def _prepare(root: Path, create: bool) -> None:
+    occupy_standard_streams()
     if create:
         require_umask()
         try:
@@ -367,7 +369,10 @@ def _open_existing(
             locks = undo.enter_context(
                 closing(StoreLocks(directory, STATE, LOCKS))
             )
-        except FileNotFoundError:
+        except OSError as error:
+            # gone, or replaced by what can have no locks: a directory, a pipe
+            if not is_gone(error):
+                raise
             _discard_without_state(directory, may_discard, until)
             return None
         # Take the shared lock first: so no other process can be the last to leave, and mark the

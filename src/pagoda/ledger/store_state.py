@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from pagoda.base.errors import is_gone
-from pagoda.base.file_space import opened
+from pagoda.base.file_space import opened, reserve
 from pagoda.base.synced_files import sync_directory
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
@@ -210,8 +210,8 @@ def write_state(directory: Path, state: StoreState) -> None:
         return
     # No file yet, or one of an older format, which is only a text: it counts until page 1 is whole.
     if len(content) < 3 * _PAGE:
-        with opened(directory / STATE, os.O_WRONLY | os.O_CREAT) as fd:
-            os.posix_fallocate(fd, 0, 3 * _PAGE)
+        with opened(directory / STATE, os.O_RDWR | os.O_CREAT) as fd:
+            reserve(fd, 0, 3 * _PAGE)
             os.fsync(fd)
         sync_directory(directory)
     _write_at(directory, _PAGE, _sealed(1, text) + bytes(_PAGE))
@@ -283,8 +283,8 @@ def _sealed_voucher(voucher: Voucher) -> bytes:
 
 def _read(directory: Path) -> bytes:
     try:
-        with open(directory / STATE, "rb") as file:
-            return file.read(3 * _PAGE)
+        with opened(directory / STATE, os.O_RDONLY) as fd:
+            return os.pread(fd, 3 * _PAGE, 0)
     except FileNotFoundError:
         return b""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagoda.base.errors import StoreError
+from pagoda.base.errors import StoreError, is_gone
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import (
     COLUMNS,
@@ -103,7 +103,7 @@ def allocated_bytes(directory: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         for entry in list(directory.iterdir()):
             with contextlib.suppress(FileNotFoundError):
-                nbytes += entry.stat().st_blocks * 512
+                nbytes += entry.lstat().st_blocks * 512
     return nbytes
 
 
@@ -129,7 +129,14 @@ def _is_store(directory: Path) -> bool:
     entries = list(directory.iterdir())
     names = {entry.name for entry in entries}
     own = names & {LOCKS, STATE, TABLES, COLUMNS, SLAB}
-    return len(own) >= 3 and not any(map(Path.is_dir, entries))
+    return len(own) >= 3 and not any(map(_has_entries, entries))
+
+
+def _has_entries(entry: Path) -> bool:
+    """Whether this is a directory with something in it, which no store makes."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_ISDIR(entry.lstat().st_mode) and any(entry.iterdir())
+    return False
 
 
 @contextlib.contextmanager
@@ -202,5 +209,8 @@ def _is_held(file: Path, first: int) -> bool:
             LockFile(file, create=False, first=first)
         ) as locks:
             return locks.held_by_other(OPEN)
-    except FileNotFoundError:
+    except OSError as error:
+        # what is no regular file has no locks
+        if not is_gone(error):
+            raise
         return False

@@ -120,7 +120,8 @@ class TablePages:
         """
         while _libc.madvise(self._address, nbytes, _POPULATE_READ) != 0:
             number = ctypes.get_errno()
-            if number == errno.EINVAL:
+            # an older kernel, a sandbox
+            if number in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
                 return False
             if number not in (errno.EINTR, errno.EAGAIN):
                 raise OSError(
@@ -134,7 +135,11 @@ class TablePages:
             self._pid = os.getpid()
             self.locked_bytes = 0
         wanted = min(nbytes, MOST_LOCKED_BYTES)
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        try:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        except OSError:  # a sandbox does not say
+            self._may_lock = False
+            return
         if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
             wanted = min(
                 wanted, limit // 2 // _PAGE_BYTES * _PAGE_BYTES

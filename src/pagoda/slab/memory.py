@@ -366,6 +366,7 @@ def open_slab(path: Path, nbytes: int, flags: int = 0) -> int:
     `nbytes`.
     """
     try:
+        # to read and write: then the opening of a pipe does not wait
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
     except OSError as error:
         raise StoreError(

@@ -66,7 +66,11 @@ def _opened(out: Path, append: bool) -> int:
 
     if out.is_dir():
         raise UsageError(f"{out} is a directory: name a file")
-    if not append and out.exists() and (not out.is_file() or out.stat().st_size):
+    if out.exists() and not out.is_file():
+        raise UsageError(
+            f"{out} is no file: name one, whose lines can be counted"
+        )
+    if not append and out.exists() and out.stat().st_size:
         raise UsageError(f"{out} exists: name another file, or --append to it")
     require_trace(out)
     _, trouble = append_lines(out, [])

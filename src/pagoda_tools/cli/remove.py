@@ -115,7 +115,7 @@ def _stores(
             except OSError as trouble:
                 broken[str(root)] = f"{root}: cannot be read: {trouble.strerror}"
     else:
-        path = Path(str(what)).absolute()
+        path = Path(str(what))
         # an empty name does not mean the working directory
         if not what or not path.is_dir():
             wrong = (
@@ -124,6 +124,8 @@ def _stores(
                 else "no such directory"
             )
             raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
+        # only now: the working directory may be gone
+        path = path.absolute()
         found = stores_in(path) or [
             store for store in stores_in(path.parent) if store == path
         ]

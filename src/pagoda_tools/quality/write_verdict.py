@@ -118,7 +118,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
     """Keep other processes from writing verdicts in a directory. OSError if another process writes
     for too long.
     """
-    with opened(directory, os.O_RDONLY) as lock:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as lock:
         if lock_file(lock, _LOCK_SECONDS) is False:
             raise TimeoutError(
                 0,

@@ -31,7 +31,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from pagoda.base import serve_proof
 from pagoda.base.errors import ConfigError
-from pagoda.base.file_space import make_directory
+from pagoda.base.file_space import make_directory, open_file
 from pagoda.base.serve_token_file import (
     TOKEN_VARIABLE,
     default_token_file,
@@ -475,7 +475,9 @@ def read_token(file: Path | None) -> str:
     if file is None and not path.exists():
         _make_token(path)
     try:
-        with path.open("rb") as opened:
+        # a file that was named may be a pipe
+        opener = open_file if file is None else None
+        with open(path, "rb", opener=opener) as opened:
             status = os.fstat(opened.fileno())
             if not is_own(status):
                 raise ConfigError(

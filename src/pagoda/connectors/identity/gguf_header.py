@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.base.file_space import open_file
+
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FIRST_BYTES = 4 << 20  # most headers fit; each further read doubles it
@@ -56,7 +58,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises OSError if the file cannot be read, is no GGUF file, or was cut.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_file) as file:
         size = os.fstat(file.fileno()).st_size
         length = _FIRST_BYTES
         while True:

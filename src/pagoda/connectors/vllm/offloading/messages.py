@@ -17,13 +17,14 @@ import msgspec
 from blake3 import blake3
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from pagoda.base.file_space import make_directory
+from pagoda.base.file_space import make_directory, read_file
 from pagoda.base.synced_files import remove_abandoned, write_synced
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.shared_caches import agreed
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
+_MOST_BYTES = 16 << 20  # of a greeting
 _OLD_SECONDS = 3600.0  # longer than any start of an engine
 
 
@@ -96,7 +97,9 @@ def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
         path = _path(root, engine_id, rank)
         try:
             found.append(
-                msgspec.json.decode(path.read_bytes(), type=WorkerGreeting)
+                msgspec.json.decode(
+                    read_file(path, _MOST_BYTES), type=WorkerGreeting
+                )
             )
             path.unlink()
         except (OSError, ValueError) as trouble:
