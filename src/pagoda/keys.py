@@ -78,11 +78,15 @@ def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:
     """Return token ids as a 1-D array of integers, which may be out of range: without a copy, or
     from a list. ValueError.
     """
-    if isinstance(tokens, list | tuple):
+    found: npt.NDArray[np.integer]
+    if type(tokens) is np.ndarray:
+        found = tokens
+    elif isinstance(tokens, (list, tuple)):
         return _from_items(tokens)
-    if isinstance(tokens, range):
+    elif isinstance(tokens, range):
         return _from_items(list(tokens))
-    found = tokens if type(tokens) is np.ndarray else _from_buffer(tokens)
+    else:
+        found = _from_buffer(tokens)
     if found.ndim != 1:
         raise ValueError(
             f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]"

@@ -137,7 +137,7 @@ class CacheRequest(NamedTuple):
         about before others are derived; or all. Raises CallerError for bad ids.
         """
         keys = self.keys
-        if not isinstance(keys, PromptKeys):
+        if type(keys) is not PromptKeys:
             return keys[index:] if index else keys
         try:
             return keys[index:] if whole else keys.window(index)
@@ -167,6 +167,7 @@ class CacheRequest(NamedTuple):
             if chunks
         }
         start = self.first * self.chunk_tokens
+        keys = self.keys
         served = sum(tokens.values())
         if served:
             mask = np.zeros(self.length_tokens, np.bool_)
@@ -183,9 +184,7 @@ class CacheRequest(NamedTuple):
             detail,
             start,
             self.namespace.approximate,
-            keys=self.keys.prefix()
-            if isinstance(self.keys, PromptKeys)
-            else None,
+            keys=keys.prefix() if type(keys) is PromptKeys else None,
         )
 
     def miss(self, reason: Reason, detail: str = "") -> Hit:
