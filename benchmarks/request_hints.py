@@ -27,7 +27,12 @@ from policies_streams import TRACES
 
 from pagoda.cache.request_trace import Request, read_trace
 from pagoda_tools.replay.optimum import optimum
-from pagoda_tools.replay.simulate import TierSpec, simulate, simulate_each
+from pagoda_tools.replay.simulate import (
+    SimulatedOutcome,
+    TierSpec,
+    simulate,
+    simulate_each,
+)
 
 _AGENTS = "agents_train.jsonl.gz"
 _CHAT = "mooncake_conversation.jsonl"
@@ -322,6 +327,7 @@ class HintRow:
             f"{100 * self.best:.2f}",
             f"{100 * self.gap_today:.0f} %",
             f"{100 * self.gap:.0f} %",
+            f"{self.lru_written:,}",
             f"{self.today_written:,}",
             f"{self.hints_written:,}",
         )
@@ -329,7 +335,7 @@ class HintRow:
 
 _HEADS = (
     "mix", "of all", "chunks", "LRU", "without", "hints", "optimum", "gap without", "gap",
-    "written without", "written",
+    "LRU wrote", "without wrote", "hints wrote",
 )  # fmt: skip
 
 
@@ -427,20 +433,33 @@ def play(traces: Path, cell: HintCell) -> HintRow | HostileRow:
     """Replay one cell: LRU, hindsight without hints and with them, and the optimum."""
     if cell.part == "hostile":
         return play_hostile(traces, cell)
-    stream = _STREAMS[cell.part](traces, cell.seed)
+    make = _STREAMS[cell.part]
+    stream = make(traces, cell.seed)
     distinct = len({block for request in stream for block in request.hash_ids})
     chunks = cell.chunks or int(distinct * cell.share)
     told = _WRONG[cell.wrong](stream) if cell.wrong else stream
-    lru = simulate(stream, [TierSpec("tier", chunks, "lru")])
+    lru, today, best = _without(make, traces, cell.seed, chunks)
     tier = [TierSpec("tier", chunks, "hindsight")]
-    today = simulate(stream, tier)
     hints = simulate(told, tier, with_hints=True)
     return HintRow(
         cell.part, cell.seed, cell.wrong, chunks, chunks / distinct,
-        lru.hit_rate, today.hit_rate, hints.hit_rate, optimum(stream, chunks),
+        lru.hit_rate, today.hit_rate, hints.hit_rate, best,
         lru.tiers[0].chunks_written, today.tiers[0].chunks_written,
         hints.tiers[0].chunks_written,
     )  # fmt: skip
+
+
+@cache
+def _without(
+    make: Callable[[Path, int], Stream], traces: Path, seed: int, chunks: int
+) -> tuple[SimulatedOutcome, SimulatedOutcome, float]:
+    """Replay a stream with LRU, and with hindsight without hints; and the optimum."""
+    stream = make(traces, seed)
+    lru, today = (
+        simulate(stream, [TierSpec("tier", chunks, policy)])
+        for policy in ("lru", "hindsight")
+    )
+    return lru, today, optimum(stream, chunks)
 
 
 def hostile_summary(rows: Sequence[HostileRow]) -> list[str]:

@@ -15,7 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pagoda.ledger import Ledger, Reserved, admin
+from pagoda.base.metrics import Reason
+from pagoda.cache.lookup_call import LEASE_SECONDS
+from pagoda.ledger import Ledger, Refused, Reserved, admin
 from pagoda.ledger.request_contexts import Asked
 from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.policy.reuse_context import Ending
@@ -39,6 +41,7 @@ class Real:
         self, root: Path, slots: int, policy: str, with_hints: bool = False
     ) -> None:
         self._clock = FakeClock()
+        self._policy = policy
         self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
         if with_hints:
             assert self.ledger.contexts.keep()
@@ -57,26 +60,15 @@ class Real:
         contexts = self.ledger.contexts
         said = said_of(asked, keys)
         slots = self.ledger.match_prefix(
-            keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS
+            keys,
+            stamp=stamp,
+            # as in a look-up; see `SimulatedTier`
+            lease_seconds=0.0 if self._policy == "lru" else LEASE_SECONDS,
+            deadline_seconds=PATIENT_SECONDS,
         ).slots
         have = len(slots)
         context = contexts.arriving(said, int(slots[-1]) if have else None, stamp)
-        if have < len(keys):
-            parent = keys[have - 1] if have else None
-            assert len(keys) - have <= self.ledger.window
-            outcomes = self.ledger.reserve(
-                keys[have:],
-                namespace=TENANT,
-                start=have,
-                parent=parent,
-                stamp=stamp,
-                context=context,
-                deadline_seconds=PATIENT_SECONDS,
-            )
-            self.ledger.commit(
-                [item for item in outcomes if isinstance(item, Reserved)],
-                deadline_seconds=PATIENT_SECONDS,
-            )
+        self._store(keys, have, stamp, context)
         contexts.note_answer(
             keys,
             said,
@@ -85,6 +77,34 @@ class Real:
             deadline_seconds=PATIENT_SECONDS,
         )
         return have
+
+    def _store(
+        self, keys: Sequence[bytes], have: int, stamp: int, context: int
+    ) -> None:
+        """Store the rest in windows, as `StoreCall` does."""
+        window = self.ledger.window
+        for at in range(have, len(keys), window):
+            end = min(at + window, len(keys))
+            outcomes = self.ledger.reserve(
+                keys[at:end],
+                namespace=TENANT,
+                start=at,
+                parent=keys[at - 1] if at else None,
+                stamp=stamp,
+                context=context,
+                deadline_seconds=PATIENT_SECONDS,
+            )
+            self.ledger.commit(
+                [item for item in outcomes if isinstance(item, Reserved)],
+                deadline_seconds=PATIENT_SECONDS,
+            )
+            refused = [item for item in outcomes if isinstance(item, Refused)]
+            if refused:
+                if refused[0].reason is Reason.NOT_ADMITTED:
+                    self.ledger.refuse(
+                        keys[end:], start=end, stamp=stamp, context=context
+                    )
+                return
 
     def _upkeep(self, now: int) -> None:
         learnt = self.ledger.upkeep_thread.learned
@@ -201,6 +221,18 @@ def test_short_requests_hit_and_evict_as_in_the_ledger(
     tier = compare(slots, policy, stream(seed, 80, 4, 12)).outcome().tiers[0]
     assert tier.hits
     assert tier.evicted
+
+
+@pytest.mark.parametrize("with_hints", [False, True])
+def test_prompts_longer_than_a_window_are_stored_as_in_the_ledger(
+    with_hints: bool,
+) -> None:
+    """Each window is ready before the next one needs a victim: then LRU's oldest chunk is found."""
+    requests = stream(5, 120, 40, 6)
+    if with_hints:
+        requests = hinted(requests, 5)
+    tier = compare(64, "hindsight", requests, 10, with_hints).outcome().tiers[0]
+    assert tier.refused
 
 
 @pytest.mark.slow

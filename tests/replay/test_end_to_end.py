@@ -4,18 +4,23 @@ processes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import streams
 from pagoda.ledger import admin, table_integrity
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.policy.hindsight import _SharedValues
 from pagoda_tools.replay import Request, TierSpec, simulate
-from testbed.live_cache import CHUNK, Live, Rate, simulated
+from pagoda_tools.replay.simulate import simulate_each
+from testbed.live_cache import CHUNK, Live, Rate, simulated, tokens_of
 from tests.cache.kit import SPAWN
 from tests.replay.test_against_ledger import hinted, stream
 from tests.replay.traces import sample
@@ -206,3 +211,29 @@ def test_hints_serve_what_the_simulator_says(shm_root: Path) -> None:
     assert rate.share == pytest.approx(wanted, abs=0.005)
     # the control: these hints, which are made up, change what is served
     assert abs(simulate(told, tier).hit_rate - wanted) > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_hints", [False, True])
+def test_with_the_keys_of_the_cache_each_request_hits_as_much(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, with_hints: bool
+) -> None:
+    """Prompts longer than a window of the store, and asked for within the lease of a hit."""
+    told = hinted(stream(5, 200, 40, 6), 5)
+    told = [replace(one, drop=False, retain_seconds=0.0) for one in told]
+    live = Live(shm_root, "hindsight", host=64, with_hints=with_hints)
+    marks: dict[int, int] = {}
+    played = []
+    for one in told:
+        keys = [key for _, _, key in live.cache.keys(tokens_of(one.hash_ids))]
+        marks |= dict(zip(one.hash_ids, marks_of(keys).tolist(), strict=True))
+        played.append((live.ask(one).hits,))
+    live.close()
+    monkeypatch.setattr(
+        sys.modules["pagoda_tools.replay.simulate"],
+        "marks_of_ids",
+        lambda ids: np.array([marks[each] for each in ids], np.uint64),
+    )
+    tier = [TierSpec("host", 64, "hindsight")]
+    _, served = simulate_each(told, tier, with_hints=with_hints)
+    assert played == served

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.base.metrics import Reason
+from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.ledger.allocation import (
     ATTEMPTS,
     MOST_VICTIMS,
@@ -23,12 +24,13 @@ from pagoda.ledger.allocation import (
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.ghost_table import Marks
-from pagoda.ledger.transaction import BATCH
+from pagoda.ledger.transaction import BATCH, window
 from pagoda.policy.request_hints import ContextWriter, RequestHint
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 from pagoda.tiers.remote.redis_pool import mixed
 
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
+_HIT_LEASE_NS = int(LEASE_SECONDS * 1e9)
 _SHARE_NS = 1_000_000_000
 _PREPARE_NS = 100_000_000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -98,6 +100,8 @@ class SimulatedTier:
             contexts = self._columns.note_contexts()
             self._hints = ContextWriter(contexts, self._columns.generation)
         self._advice = Evictor(policy, self._columns)
+        # in lru what was just asked for goes last anyway, as `exact_lru` counts on
+        self._leases = policy != "lru"
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
         self._ids: list[int] = []  # the id in each row
@@ -144,6 +148,8 @@ class SimulatedTier:
             columns.parent_slot[found[1:]] = found[:-1]
             columns.parent_generation[found[1:]] = columns.generation[found[:-1]]
             self.hits += len(rows) if asked else 0
+            if asked and self._leases:
+                columns.lease(found, chain.now, _HIT_LEASE_NS)
         return len(rows)
 
     def touch(self, chain: Chain, begin: int, end: int, stamp: int) -> None:
@@ -172,13 +178,43 @@ class SimulatedTier:
         if self._hints is not None:
             parent = known.get(chain.ids[start - 1]) if start else None
             wanted.context = self._hints.arriving(chain.hint, parent, stamp)
+        refused: Reason | None = None
+        most = window(self._columns.slots)
+        for at in range(start, end, most):
+            stop = min(at + most, end)
+            refused = self._store_window(wanted, at, stop)
+            if refused is Reason.NOT_ADMITTED:
+                self._refuse(wanted, list(range(stop, end)))
+            if refused is not None:
+                break
+        self.written += len(wanted.rows)
+        if refused is not None:
+            self.refused += len(self.absent(chain, start, end))
+        if self._hints is not None:
+            found = [known[each] for each in chain.ids if each in known]
+            rows = np.array(found, np.int64)
+            dropped = self._hints.answered(
+                rows, chain.hint, wanted.context, stamp
+            )
+            for session in chain.hint.over:
+                self._hints.end(session)
+            self._advice.release(dropped)
+            if chain.retain_seconds:
+                self._advice.retain(rows, chain.now, chain.retain_seconds)
+
+    def _store_window(
+        self, wanted: _Wanted, start: int, end: int
+    ) -> Reason | None:
+        """Store the chunks [start, end), as one `reserve` and its commit; return why the rest got
+        no row.
+        """
+        chain = wanted.chain
         new = self.absent(chain, start, end)
         if len(new) < end - start:
-            self._keep(
-                chain,
-                [i for i in range(start, end) if chain.ids[i] in known],
-                stamp,
-            )
+            known = self._rows
+            have = [i for i in range(start, end) if chain.ids[i] in known]
+            self._keep(chain, have, wanted.stamp)
+        before = len(wanted.rows)
         hindrance: Reason | None = None
         for at in range(start, end, BATCH):
             stop = min(at + BATCH, end)
@@ -191,25 +227,11 @@ class SimulatedTier:
             if hindrance is None:
                 hindrance = self._reserve(wanted, at, stop, allowed)
         # a slot that is being filled cannot be a victim: so all become ready only at the end
-        if wanted.rows:
-            self._columns.last_use[wanted.rows] = stamp - np.array(
-                wanted.positions
-            )
-        self.written += len(wanted.rows)
-        if hindrance is not None:
-            missing = [i for i in new if chain.ids[i] not in known]
-            self.refused += len(missing)
-        if self._hints is not None:
-            found = [known[each] for each in chain.ids if each in known]
-            rows = np.array(found, np.int64)
-            dropped = self._hints.answered(
-                rows, chain.hint, wanted.context, stamp
-            )
-            for session in chain.hint.over:
-                self._hints.end(session)
-            self._advice.release(dropped)
-            if chain.retain_seconds:
-                self._advice.retain(rows, chain.now, chain.retain_seconds)
+        rows = wanted.rows[before:]
+        if rows:
+            positions = np.array(wanted.positions[before:])
+            self._columns.last_use[rows] = wanted.stamp - positions
+        return hindrance
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Touch and lease the present chunks after a missing one, before their neighbours can be
@@ -225,18 +247,27 @@ class SimulatedTier:
         """Ask the policy which newcomers of a batch are admitted; return from which position on
         none is.
         """
-        marks = wanted.chain.marks[new]
-        stamps = wanted.stamp - np.array(new)
-        now = wanted.chain.now
         if hindrance is Reason.NOT_ADMITTED:
-            self._advice.refuse(marks, stamps, now, wanted.context)
+            self._refuse(wanted, new)
         elif hindrance is None:
+            marks = wanted.chain.marks[new]
+            stamps = wanted.stamp - np.array(new)
+            now = wanted.chain.now
             leading, wanted.hits[new] = self._advice.admit(
                 marks, stamps, self._free(), now, arriving=wanted.context
             )
             if leading < len(new):
                 return new[leading]
         return end
+
+    def _refuse(self, wanted: _Wanted, new: list[int]) -> None:
+        """Tell the policy of requests for newcomers after one that was not admitted."""
+        if new:
+            chain = wanted.chain
+            stamps = wanted.stamp - np.array(new)
+            self._advice.refuse(
+                chain.marks[new], stamps, chain.now, wanted.context
+            )
 
     def _reserve(
         self, wanted: _Wanted, start: int, end: int, allowed: int
