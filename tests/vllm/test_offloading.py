@@ -454,6 +454,7 @@ def test_a_request_that_may_not_use_a_tier_does_not(
         halves.close()
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_this_one_stores(
     halves: Halves, config: Config
 ) -> None:

@@ -58,6 +58,7 @@ def sound(tiers: Tiers) -> Callable[[], None]:
     return judge
 
 
+@pytest.mark.slow
 def test_engines_come_and_go(
     pagoda: Engine,
     tiers: Tiers,
@@ -125,6 +126,7 @@ def test_engines_come_and_go(
     sound()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(
     pagoda: Engine,
     tiers: Tiers,

@@ -271,6 +271,7 @@ def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view(
     served: Callable[..., Any], session_shm: Path, tmp_path: Path
 ) -> None:

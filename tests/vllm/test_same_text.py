@@ -18,6 +18,7 @@ from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
 
+@pytest.mark.slow
 def test_prompts_of_all_lengths_give_the_same_text(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:
@@ -128,6 +129,7 @@ def test_what_the_model_wrote(
     assert answer.external == (200 + 149) // CHUNK * CHUNK
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_text(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:

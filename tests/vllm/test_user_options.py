@@ -124,6 +124,7 @@ def test_the_speed_of_computing_is_that_of_the_steps(machine: Machine) -> None:
     assert tokens / seconds / 3 < measured < tokens / seconds * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk", "remote"])
 def test_what_is_faster_to_load_is_loaded(machine: Machine, tier: str) -> None:
     """15 of 15 requests: from host memory; from the disk, as after a reboot; from Redis, as on a
@@ -143,6 +144,7 @@ def test_what_is_faster_to_load_is_loaded(machine: Machine, tier: str) -> None:
         ), log[-3000:]
 
 
+@pytest.mark.slow
 def test_what_is_faster_to_load_from_a_neighbour_is_loaded(
     machine: Machine, tmp_path: Path
 ) -> None:
