@@ -97,7 +97,7 @@ def scribble(path: Path) -> None:
 
 def pipe(path: Path) -> None:
     """Replaces a file by a pipe without a writer: whoever opens it waits for ever."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     os.mkfifo(path)
 
 

@@ -28,6 +28,7 @@ from pagoda.ledger.store_state import (
     read_state,
 )
 
+_OWN_NAMES = (LOCKS, STATE, TABLES, COLUMNS, SLAB)
 MAKING = ".new-"
 _GOING = ".gone-"
 # exactly the names that are made here
@@ -127,15 +128,17 @@ def openers(directory: Path) -> dict[int, str]:
 
 def _is_store(directory: Path) -> bool:
     entries = list(directory.iterdir())
-    names = {entry.name for entry in entries}
-    own = names & {LOCKS, STATE, TABLES, COLUMNS, SLAB}
-    return len(own) >= 3 and not any(map(_has_entries, entries))
+    own = [entry for entry in entries if entry.name in _OWN_NAMES]
+    return len(own) >= 3 and not any(map(_is_of_others, entries))
 
 
-def _has_entries(entry: Path) -> bool:
-    """Whether this is a directory with something in it, which no store makes."""
+def _is_of_others(entry: Path) -> bool:
+    """Whether this is a directory that has something in it, or a name of its own: a store makes
+    none.
+    """
     with contextlib.suppress(FileNotFoundError):
-        return stat.S_ISDIR(entry.lstat().st_mode) and any(entry.iterdir())
+        if stat.S_ISDIR(entry.lstat().st_mode):
+            return entry.name not in _OWN_NAMES or any(entry.iterdir())
     return False
 
 
