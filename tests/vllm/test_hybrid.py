@@ -189,7 +189,6 @@ def test_the_same_text_for_many_requests_at_once(tiered: TieredEngine) -> None:
     assert sum(answer.external for answer in answers) >= wanted(PROMPTS[0])
 
 
-@pytest.mark.slow
 def test_the_same_text_from_the_disk_after_a_restart(
     tiered: TieredEngine,
 ) -> None:
@@ -279,7 +278,6 @@ def test_nothing_stored_before_a_reset_hits_after_it(
     assert tiered.engine.call(hybrid.held) == 0
 
 
-@pytest.mark.slow
 def test_a_router_credits_what_the_engine_hits(
     tiered: TieredEngine, served: Callable[..., Any]
 ) -> None:
@@ -349,7 +347,6 @@ def test_a_router_credits_what_the_engine_hits(
     assert answer.external == 0
 
 
-@pytest.mark.slow
 def test_versions_of_weights_outlive_a_restart(tiered: TieredEngine) -> None:
     """The engine of a run takes the place of the others here: the tests below need it."""
     ours = fleet.new_prompt()

@@ -13,6 +13,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from struct import Struct
 
@@ -76,7 +77,11 @@ def occupy_standard_streams() -> None:
 def require_regular(fd: int, path: str | Path) -> None:
     """Refuse a descriptor of something else than a regular file. OSError (ENXIO)."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise OSError(errno.ENXIO, "Is not a regular file", os.fspath(path))
+        raise _no_regular_file(path)
+
+
+def _no_regular_file(path: str | Path) -> OSError:
+    return OSError(errno.ENXIO, "Is not a regular file", os.fspath(path))
 
 
 @contextlib.contextmanager
@@ -96,11 +101,23 @@ def opened(path: str | Path, flags: int, any_kind: bool = False) -> Iterator[int
         os.close(fd)
 
 
+def open_regular(path: str | Path, mode: str = "r") -> FileIO:
+    """Open a regular file to read it ("r"), or to read and write it ("r+"). OSError.
+
+    The file is made by a built-in alone, so it closes itself if a signal handler raises in between;
+    `opened` would leave its descriptor. What is not a regular file is refused as by `open_file`,
+    but before the opening.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise _no_regular_file(path)
+    return FileIO(path, mode)
+
+
 def read_file(path: str | Path, most_bytes: int) -> bytes:
     """Return the content that a regular file had when it was opened; it may be growing. OSError,
     also if that is more than `most_bytes`, below 2 GiB.
     """
-    with open(path, "rb", opener=open_file) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.base.errors import is_shortage
-from pagoda.base.file_space import allocate, opened, read_file
+from pagoda.base.file_space import allocate, open_regular, read_file
 from pagoda.base.log import guarded_logger
 from pagoda.ledger.store_state import (
     DAMAGED_VOUCHER,
@@ -215,7 +215,8 @@ class ClearLog:
         run = self._in_force()
         if run is None:
             return False
-        with opened(run.path, os.O_RDWR) as fd:
+        with open_regular(run.path, "r+") as file:
+            fd = file.fileno()
             number = run.number
             count = os.fstat(fd).st_size // _BYTES
             end = bisect_left(
@@ -239,7 +240,8 @@ class ClearLog:
         # the files may have records from before their heads were lost
         if old is None:
             for path in self._paths:
-                with opened(path, os.O_RDWR) as fd:
+                with open_regular(path, "r+") as file:
+                    fd = file.fileno()
                     _put(fd, 0, bytes(os.fstat(fd).st_size))
         path = (
             self._paths[1]
@@ -253,7 +255,8 @@ class ClearLog:
             _sealed(number, root, watermark)
             for root, watermark in watermarks.of.items()
         )
-        with opened(path, os.O_RDWR) as fd:
+        with open_regular(path, "r+") as file:
+            fd = file.fileno()
             if _BYTES + len(records) > os.fstat(fd).st_size:
                 raise OSError(
                     errno.ENOSPC,
@@ -271,7 +274,8 @@ class ClearLog:
             )
         # invalidated: if the new head is damaged one day, the old file must not count as the latest
         if old is not None:
-            with opened(old.path, os.O_RDWR) as fd:
+            with open_regular(old.path, "r+") as file:
+                fd = file.fileno()
                 _put(fd, 0, bytes(_BYTES))
 
     def _vouched_run(self) -> int:
@@ -304,8 +308,8 @@ class ClearLog:
 def _active_file(path: Path) -> _ActiveFile | None:
     """Return what the head of a file says; None if the file has no valid head."""
     try:
-        with opened(path, os.O_RDONLY) as fd:
-            head = os.pread(fd, _BYTES, 0)
+        with open_regular(path) as file:
+            head = file.read(_BYTES)
     except FileNotFoundError:
         return None
     if len(head) < _BYTES:

@@ -34,6 +34,7 @@ from blake3 import blake3
 from pagoda.base.errors import StoreError
 from pagoda.base.file_space import (
     make_directory,
+    open_regular,
     opened,
     reserve,
     reserve_beyond,
@@ -282,8 +283,8 @@ class EpochRecord:
 
     def _newest(self) -> _EpochHalf | None:
         try:
-            with opened(self.path, os.O_RDONLY) as fd:
-                content = os.pread(fd, 2 * _HALF_BYTES, 0)
+            with open_regular(self.path) as file:
+                content = file.read(2 * _HALF_BYTES)
         except FileNotFoundError:
             return None
         halves = (content[:_HALF_BYTES], content[_HALF_BYTES:])

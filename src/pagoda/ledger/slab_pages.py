@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.base.file_space import data_ranges, opened, punch
+from pagoda.base.file_space import data_ranges, open_regular, punch
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE
 from pagoda.ledger.lmdb_tables import Meta
@@ -83,10 +82,10 @@ class SlabPages:
     @contextlib.contextmanager
     def slab(self) -> Iterator[int]:
         """Open the file of the slab, to give it pages or holes."""
-        with opened(self._directory / SLAB, os.O_RDWR) as slab:
+        with open_regular(self._directory / SLAB, "r+") as slab:
             # otherwise the file might be another store's
             self._session.require_store()
-            yield slab
+            yield slab.fileno()
 
     # ---- giving
 

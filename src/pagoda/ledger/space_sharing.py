@@ -35,7 +35,7 @@ from typing import Protocol
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
 from pagoda.base.file_space import (
     allocate_range,
-    opened,
+    open_regular,
     reserve_in_place,
     size_in_words,
 )
@@ -443,9 +443,9 @@ class SpaceShare:
         nbytes = min(map_bytes(stop), self._session.store.state.map_bytes) - first
         if nbytes <= 0:
             return True
-        with opened(self._directory / TABLES, os.O_RDWR) as tables:
+        with open_regular(self._directory / TABLES, "r+") as tables:
             self._session.require_store()
-            return reserve_in_place(tables, first, nbytes)
+            return reserve_in_place(tables.fileno(), first, nbytes)
 
     def _whole_pages(self, tail: range) -> range:
         """Return these slots up to a border of huge pages, if there is one after a slot."""

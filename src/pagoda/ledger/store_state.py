@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from pagoda.base.errors import is_gone
-from pagoda.base.file_space import opened, reserve
+from pagoda.base.file_space import open_regular, opened, reserve
 from pagoda.base.synced_files import sync_directory
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
@@ -283,8 +283,8 @@ def _sealed_voucher(voucher: Voucher) -> bytes:
 
 def _read(directory: Path) -> bytes:
     try:
-        with opened(directory / STATE, os.O_RDONLY) as fd:
-            return os.pread(fd, 3 * _PAGE, 0)
+        with open_regular(directory / STATE) as file:
+            return file.read(3 * _PAGE)
     except FileNotFoundError:
         return b""
 

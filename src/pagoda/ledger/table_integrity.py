@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from pagoda.base.errors import LedgerCorrupt
-from pagoda.base.file_space import open_file
+from pagoda.base.file_space import open_regular
 from pagoda.ledger import queries
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import (
@@ -80,7 +80,7 @@ def checksum(directory: Path, used_bytes: int) -> str | None:
     until = time.monotonic() + _SECONDS
     state = xxhash.xxh3_128()
     left = used_bytes
-    with open(directory / TABLES, "rb", buffering=0, opener=open_file) as file:
+    with open_regular(directory / TABLES) as file:
         while left > 0:
             piece = file.read(min(left, _PIECE_BYTES))
             if not piece:

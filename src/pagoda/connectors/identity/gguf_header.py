@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.base.file_space import open_file
+from pagoda.base.file_space import open_regular
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -58,7 +58,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises OSError if the file cannot be read, is no GGUF file, or was cut.
     """
-    with open(path, "rb", buffering=0, opener=open_file) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = _FIRST_BYTES
         while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from pagoda.base.file_space import open_file
+from pagoda.base.file_space import open_regular
 from pagoda.base.signal_safe_threads import Pool
 from pagoda.connectors.identity.gguf_header import (
     MAGIC,
@@ -62,7 +62,7 @@ def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
     training does that; after such an edit, set `weights` to a new name.
     """
     found = blake3(derive_key_context="PagodaKV one weight file")
-    with open(path, "rb", buffering=0, opener=open_file) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         found.update(size.to_bytes(8, "little"))
         for start, end in _ranges(path, file.fileno(), size, budget_bytes):
