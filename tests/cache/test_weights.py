@@ -501,7 +501,7 @@ FULL = """
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.cache.kit import cache_at, prompt, served, stored
+from tests.cache.kit import cache_at, hit_of, prompt, stored
 
 where = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", where], check=True)

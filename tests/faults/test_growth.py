@@ -9,10 +9,8 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from tests.faults.growth_steps import (
     MIB,
     POINTS,
 )
-from tests.faults.support import ROOT, own_mounts
+from tests.faults.support import ROOT, own_mounts, source_of
 
 STEPS = Path(__file__).with_name("growth_steps.py")
 _ON_OWN_TMPFS = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
@@ -203,19 +201,8 @@ _OLDER = "1afea866"
 @pytest.fixture(scope="module")
 def older_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources of a version that knows no growth."""
-    packed = subprocess.run(
-        ["git", "-C", ROOT, "archive", _OLDER, "src"],
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    if packed.returncode:
-        pytest.skip(
-            f"needs the history of the repository: {packed.stderr.decode().strip()}"
-        )
     place = tmp_path_factory.mktemp("older")
-    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
-        archive.extractall(place, filter="data")
+    source_of(_OLDER, place)
     return place
 
 
