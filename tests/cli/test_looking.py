@@ -53,6 +53,21 @@ def test_a_store_that_is_removed_while_others_are_looked_at_is_no_trouble(
     assert not broken
 
 
+@pytest.mark.parametrize("command", ["stats", "ls", "check"])
+def test_a_loop_of_links_in_a_root_s_place_is_one_sentence(
+    tmp_path: Path, command: str
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    done = done_here(command, PAGODA_HOST_PATH=str(loop))
+    said = f"{loop} cannot be read: Too many levels of symbolic links\n"
+    assert done.returncode == 1
+    assert done.stderr.startswith("pagoda: ")
+    assert done.stderr.endswith(said)
+    assert done.stderr.count("\n") == 1
+    assert "loop: no such directory" in refused(command, loop)
+
+
 def test_stats_of_two_tiers_from_the_configuration(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -136,6 +136,36 @@ def test_it_asks_and_refuses_in_one_line(
     assert (shm_root / "layout").exists()
 
 
+def test_a_place_that_cannot_be_reached_is_one_sentence(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(shm_root).close()
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert "no such directory" in refused("remove", loop, "-y")
+    done = done_here("remove", "-y", PAGODA_HOST_PATH=str(loop))
+    said = f"pagoda: {loop}: cannot be read: Too many levels of symbolic links\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert ".: cannot be read: No such file" in refused("remove", ".", "-y")
+    assert "nowhere: no such directory" in refused("remove", "nowhere", "-y")
+    # an absolute path needs no working directory
+    assert done_here("remove", shm_root, "-y").returncode == 0
+
+
+def test_who_has_a_store_open_is_said_beside_a_loop_of_links(
+    shm_root: Path,
+) -> None:
+    ledger = host(shm_root)
+    (ledger.directory / "link").symlink_to("link")
+    done = done_here("remove", shm_root, "-y")
+    assert f"is open in a process (pid {os.getpid()} " in done.stderr
+    ledger.close()
+
+
 def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
     recorded_tiers.add("remote", "redis://:***@h/0")
     assert done_here("remove", "redis://:secret@h/0").returncode == 0

@@ -189,6 +189,23 @@ def test_a_state_that_is_no_file_is_as_good_as_none(
     assert not directory.exists()
 
 
+@pytest.mark.parametrize("name", ["limit", "limit.new"])
+@pytest.mark.parametrize("limit_bytes", [None, 1 << 20])
+def test_a_directory_in_the_limit_s_place_keeps_nobody_out(
+    shm_root: Path, name: str, limit_bytes: int | None
+) -> None:
+    (filled(shm_root) / name).mkdir()
+
+    def work() -> int:
+        store = Store(shm_root, limit_bytes=limit_bytes)
+        found = store.load(PROMPT)
+        assert store.save(keys(range(100, 110))) == 10
+        store.close()
+        return found
+
+    assert apart(work) == "10"
+
+
 def test_a_store_of_another_user_is_refused_with_the_remedy(
     shm_root: Path,
 ) -> None:

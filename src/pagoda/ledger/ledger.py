@@ -276,7 +276,8 @@ class Ledger:
         `borrowed`: opened only to take space from it. The caller holds the lock of its root and
         soon closes the ledger; a thread that wants to open it meanwhile waits.
         """
-        directory = directory.resolve()
+        # `resolve` raises a RuntimeError for a loop of links
+        directory = Path(os.path.realpath(directory))
         try:
             require_own(directory)
             state = read_state(directory)

@@ -120,8 +120,9 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")
-    # left by a process that was killed while it wrote
-    fresh.unlink(missing_ok=True)
+    # left by a process that was killed while it wrote; a directory is nobody's
+    with contextlib.suppress(OSError):
+        fresh.unlink()
     if nbytes is None:
         if sole:
             with contextlib.suppress(OSError):  # none, or a directory
@@ -137,7 +138,8 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     except OSError:  # the file system is full: the old limit stays
         pass
     finally:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
 
 
 def _read_limit(directory: Path) -> int | None:

@@ -112,13 +112,13 @@ def openers(directory: Path) -> dict[int, str]:
     """Return which processes of this user have a store open, with their names; none if the system
     does not say.
     """
-    there = {entry.resolve() for entry in directory.iterdir()}
+    there = {os.path.realpath(entry) for entry in directory.iterdir()}
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         # the process is another user's, or has ended
         with contextlib.suppress(OSError):
             if any(
-                Path(os.readlink(file)) in there
+                os.readlink(file) in there
                 for file in (process / "fd").iterdir()
             ):
                 name = (process / "comm").read_text().strip()

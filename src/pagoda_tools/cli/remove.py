@@ -116,19 +116,24 @@ def _stores(
                 broken[str(root)] = f"{root}: cannot be read: {trouble.strerror}"
     else:
         path = Path(str(what))
-        # an empty name does not mean the working directory
-        if not what or not path.is_dir():
-            wrong = (
-                "not a directory"
-                if what and path.exists()
-                else "no such directory"
-            )
-            raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
-        # only now: the working directory may be gone
-        path = path.absolute()
-        found = stores_in(path) or [
-            store for store in stores_in(path.parent) if store == path
-        ]
+        try:
+            # an empty name does not mean the working directory
+            if not what or not path.is_dir():
+                wrong = (
+                    "not a directory"
+                    if what and path.exists()
+                    else "no such directory"
+                )
+                raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
+            # only now: the working directory may be gone
+            path = path.absolute()
+            found = stores_in(path) or [
+                store for store in stores_in(path.parent) if store == path
+            ]
+        except OSError as trouble:
+            raise UsageError(
+                f"{what}: cannot be read: {trouble.strerror}; {_REMEDY}"
+            ) from None
         if not found:
             refuse_others(path)
             raise UsageError(f"{what}: has no store; {_REMEDY}")
