@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import file_space
 from pagoda.base.clock import Clock
 from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
@@ -50,7 +51,6 @@ CALLS = (
     "mkdir",
     "truncate",
     "ftruncate",
-    "posix_fallocate",
 )
 PROMPT = keys(range(12))
 # odd: before and after a call in turn
@@ -89,6 +89,7 @@ def arm(number: int) -> None:
 
     for name in CALLS:
         setattr(os, name, watched(getattr(os, name)))
+    file_space.posix_fallocate = watched(file_space.posix_fallocate)  # type: ignore[assignment]
 
 
 def sweep(

@@ -61,7 +61,11 @@ def fail(host: str, disk: str, call: str, error: str, places: int) -> None:
 REFUSED = [
     ("fallocate", "ENOSYS"),
     ("fallocate", "EPERM"),
+    # kernels before 6.10 always say so of a large part of a tmpfs, if a timer's signals come often
+    ("fallocate", "EINTR"),
     ("madvise", "ENOSYS"),
+    ("madvise", "EAGAIN"),
+    ("madvise", "EINTR"),
     ("mlock", "EPERM"),
     ("preadv2", "ENOSYS"),
     ("pwritev2", "ENOSYS"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import file_space
 from pagoda.ledger.request_meters import (
     METER_FIELDS,
     MOST_SHOWN,
@@ -206,7 +207,7 @@ def test_without_space_a_page_that_is_there_is_used(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(file_space, "posix_fallocate", full)
     shared(file).add(("m", "t"), ASKED)
     assert asked_by_pair(read_meters(file)) == {("m", "t"): 200}
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from pagoda.base import file_space
 from pagoda.base.clock import Clock
 from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.base.file_space import size_in_words
@@ -1131,7 +1132,7 @@ def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
     with open(tmp_path / "slab", "w+b") as slab:
         slab.truncate(16 * PAGE)
         real(slab.fileno(), 0, PAGE)
-        monkeypatch.setattr(os, "posix_fallocate", half)
+        monkeypatch.setattr(file_space, "posix_fallocate", half)
         assert not space_sharing.allocate_range(slab.fileno(), 4 * PAGE, 8 * PAGE)
         assert os.fstat(slab.fileno()).st_blocks * 512 == PAGE
 

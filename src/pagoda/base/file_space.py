@@ -25,6 +25,10 @@ _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LARGEST_BLOCK_BYTES = 4096
+# Of a call that a signal interrupts. A tmpfs, before Linux 6.10, gives up what it has reserved in a
+# call: one for many bytes never ends beside a timer.
+_TRIES = 100
+_LEAST_PIECE_BYTES = 1 << 20
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 # of ioctl: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 _GET_FLAGS = 0x80086601
@@ -35,6 +39,11 @@ _FLAGS = Struct("<q")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [
     ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int64,
+]
+_libc.posix_fallocate.argtypes = [
     ctypes.c_int,
     ctypes.c_int64,
     ctypes.c_int64,
@@ -202,15 +211,37 @@ def reserve_in_place(fd: int, offset: int, nbytes: int) -> bool:
 def reserve(fd: int, offset: int, nbytes: int) -> None:
     """Reserve blocks, and lengthen the file as far as needed; what the file has stays. OSError.
 
-    Without the call for it (a C library that does not replace it, a sandbox), a byte of each block
-    is written. No other process may write to this part of the file meanwhile.
+    Without the call for it (a C library that does not replace it, a sandbox), or if signals always
+    interrupt it, a byte of each block is written. No other process may write to this part of the
+    file meanwhile.
     """
-    try:
-        os.posix_fallocate(fd, offset, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_SUCH_CALL:
-            raise
-        _write_blocks(fd, offset, nbytes)
+    end = offset + nbytes
+    piece = nbytes
+    interrupted = 0
+    while offset < end:
+        piece = min(piece, end - offset)
+        try:
+            posix_fallocate(fd, offset, piece)
+            offset += piece
+        except InterruptedError:
+            if interrupted == _TRIES:
+                break
+            interrupted += 1
+            piece = max(piece // 2, _LEAST_PIECE_BYTES)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_CALL:
+                raise
+            break
+    if offset < end:
+        _write_blocks(fd, offset, end - offset)
+
+
+def posix_fallocate(fd: int, offset: int, nbytes: int) -> None:
+    """Reserve blocks in one call of the system: that of `os` begins again for as long as signals
+    interrupt it. OSError.
+    """
+    if number := _libc.posix_fallocate(fd, offset, nbytes):
+        raise OSError(number, os.strerror(number))
 
 
 def _write_blocks(fd: int, offset: int, nbytes: int) -> None:
@@ -235,10 +266,14 @@ def reserve_beyond(fd: int, nbytes: int) -> None:
 
 
 def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
-    while _libc.fallocate(fd, mode, offset, nbytes) != 0:
+    number = 0
+    for _ in range(_TRIES):
+        if _libc.fallocate(fd, mode, offset, nbytes) == 0:
+            return
         number = ctypes.get_errno()
         if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+            break
+    raise OSError(number, os.strerror(number))
 
 
 def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:

@@ -118,8 +118,7 @@ def openers(directory: Path) -> dict[int, str]:
         # the process is another user's, or has ended
         with contextlib.suppress(OSError):
             if any(
-                os.readlink(file) in there
-                for file in (process / "fd").iterdir()
+                os.readlink(file) in there for file in (process / "fd").iterdir()
             ):
                 name = (process / "comm").read_text().strip()
                 found[int(process.name)] = name

@@ -27,6 +27,7 @@ MOST_LOCKED_BYTES = 64 << 20
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
+_TRIES = 100  # of a call that says EAGAIN
 _META_PAGES = 2
 # of LMDB's format 1: the header of the page, then magic, version, size of a page, number of the
 # last page in use
@@ -115,10 +116,12 @@ class TablePages:
         return min(used, len(self._map))
 
     def _populate(self, nbytes: int) -> bool:
-        """Load the first bytes of the mapping; False if this kernel cannot do it without a signal.
-        OSError.
+        """Load the first bytes of the mapping; False if this kernel cannot do it without a signal,
+        or always says "again". OSError.
         """
-        while _libc.madvise(self._address, nbytes, _POPULATE_READ) != 0:
+        for _ in range(_TRIES):
+            if _libc.madvise(self._address, nbytes, _POPULATE_READ) == 0:
+                return True
             number = ctypes.get_errno()
             # an older kernel, a sandbox
             if number in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
@@ -128,7 +131,7 @@ class TablePages:
                     errno.EIO if number == errno.EFAULT else number,
                     "pages of the tables cannot be read",
                 )
-        return True
+        return False
 
     def _lock(self, nbytes: int) -> None:
         if os.getpid() != self._pid:  # a child does not inherit the locks

@@ -22,6 +22,7 @@ _MADV_POPULATE_WRITE = 23
 # Linux 6.1: collapses into huge pages, without privileges, whatever the mount's default is
 _MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
+_TRIES = 100  # of a call that says EAGAIN
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -96,13 +97,15 @@ def collapse_huge_pages(address: int, length: int) -> bool:
 
 
 def populate(address: int, length: int) -> bool:
-    """Fault memory in; False if the kernel cannot or has no memory left (pages are then faulted in
-    at first access).
+    """Fault memory in; False if the kernel cannot, has no memory left or always says "again" (pages
+    are then faulted in at first access).
     """
-    while _libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:
+    for _ in range(_TRIES):
+        if _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
+            return True
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
-            return False
-    return True
+            break
+    return False
 
 
 def _mmap(
