@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.file_space import opened as opened_file
 from pagoda.base.signal_safe_threads import if_free
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger import ledger as module
@@ -228,6 +229,7 @@ def taken_and_given_back(
     ledger = opened(tmp_path, kind="file")
     slab = FileSlab(ledger.slab_path, ledger.slots, SLOT_BYTES)
     page = aligned(SLOT_BYTES)
+    slab_path = ledger.slab_path
     descriptors = "/proc/self/fd"
 
     def clears() -> None:
@@ -240,6 +242,14 @@ def taken_and_given_back(
 
     def looks(count: int = len(os.listdir(descriptors))) -> bool:
         return len(os.listdir(descriptors)) <= count
+
+    def opens() -> None:
+        with opened_file(slab_path, os.O_RDWR):
+            pass
+
+    def enters() -> None:
+        with opened_file(tmp_path, os.O_RDONLY | os.O_DIRECTORY):
+            pass
 
     def copies() -> None:
         with pinned.copying():
@@ -272,6 +282,8 @@ def taken_and_given_back(
         lambda: not held(LABELS) and not ledger.namespaces._lock.locked(),
     )
     yield punches, looks
+    yield opens, looks
+    yield enters, looks
     yield copies, lambda: not pinned._copies
     yield measures, lambda: others_take(lock)
     yield (lambda: slab.read(0, [page])), lambda: not slab._calls

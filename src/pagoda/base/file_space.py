@@ -99,23 +99,23 @@ def opened(path: str | Path, flags: int, any_kind: bool = False) -> Iterator[int
 
     `any_kind`: also what is no regular file.
     """
-    fd = (
-        os.open(path, flags | _NEVER_WAITS, 0o600)
-        if any_kind
-        else open_file(path, flags)
-    )
+    fds: list[int] = []
     try:
-        yield fd
+        # by built-ins alone: a signal handler that raises runs before all of them or behind them
+        fds.extend(map(os.open, (path,), (flags | _NEVER_WAITS,), (0o600,)))
+        if not any_kind and not flags & os.O_DIRECTORY:
+            require_regular(fds[0], path)
+        yield fds[0]
     finally:
-        os.close(fd)
+        if fds:
+            os.close(fds[0])
 
 
 def open_regular(path: str | Path, mode: str = "r") -> FileIO:
     """Open a regular file to read it ("r"), or to read and write it ("r+"). OSError.
 
-    The file is made by a built-in alone, so it closes itself if a signal handler raises in between;
-    `opened` would leave its descriptor. What is not a regular file is refused as by `open_file`,
-    but before the opening.
+    The file is made by a built-in alone, so it closes itself if a signal handler raises in between.
+    What is not a regular file is refused as by `open_file`, but before the opening.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise _no_regular_file(path)
