@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -367,6 +368,23 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
         assert namespace.weights_epoch
         assert tiers.left_out == ("disk",)
         assert hit_of(cache, tokens).num_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["record", "of older versions"])
+def test_a_link_in_the_place_of_an_epoch_writes_nothing_elsewhere(
+    tmp_path: Path, kind: str
+) -> None:
+    """Whoever may write in the root could let this user overwrite any of its files."""
+    other = tmp_path / "other"
+    other.write_text("what this user wrote")
+    record = EpochRecord(tmp_path, "0" * 16)
+    place = record.path if kind == "record" else record.old_path
+    place.symlink_to(other)
+    for work in (record.reserve, lambda: record.write(Epoch(300, 7))):
+        with contextlib.suppress(OSError), record.locked():
+            work()
+    assert other.read_text() == "what this user wrote"
+    assert other.stat().st_blocks * 512 <= 4096
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -61,7 +61,7 @@ _MODEL = Struct("<8sQQ")  # digest, count, nonce
 _EPOCH = Struct("<QQ")  # count, nonce
 _MAGIC = b"PAGODAEP"
 _MOST_MODELS = (_HALF_BYTES - _CHECK.size - _HEAD.size) // _MODEL.size
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 # space for this many epochs of a model, in its file for older versions
 _RESERVED_BYTES = 1024
 # in the count of a row: an epoch that a model of this root had before, see `_passed_row`
@@ -296,7 +296,7 @@ class EpochRecord:
     def _put(self, record: _EpochHalf) -> None:
         """Write a record over the older half, synced; a new one over both. OSError."""
         sealed = _sealed(record)
-        with opened(self.path, os.O_RDWR | os.O_CREAT) as fd:
+        with opened(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
             if os.fstat(fd).st_size != 2 * _HALF_BYTES:
                 os.ftruncate(fd, 2 * _HALF_BYTES)
                 reserve(fd, 0, 2 * _HALF_BYTES)
