@@ -148,8 +148,8 @@ class ServeLoop:
                 end, is_busy = self._load(source.tier, self._done + source.chunks)
                 if end is not None:
                     return end
-            elif is_busy and self._writer.polls:
-                self._probe_writer()
+            elif is_busy and self._writer.polls and not self._probe_writer():
+                return ServeEnd(Reason.IO_ERROR)
         if self._done > before:
             return None
         return self._wait_or_end(is_busy, source)
@@ -370,8 +370,11 @@ class ServeLoop:
             self._writer.pause()
         return None
 
-    def _probe_writer(self) -> None:
-        """Reserve the next chunk, which reclaims it if the process that is storing it is dead."""
+    def _probe_writer(self) -> bool:
+        """Reserve the next chunk, which reclaims it if the process that is storing it is dead.
+
+        Return False if the ledger cannot be changed: then it may never be stored.
+        """
         host = self._tiers.host
         at = self._done
         assert host is not None
@@ -379,6 +382,10 @@ class ServeLoop:
         with probe.writer:
             for buffer in probe.reserve(at, at + 1, False):
                 probe.settle(buffer, False)
+        stopped = probe.stopped
+        return not (
+            isinstance(stopped, Refused) and stopped.reason is Reason.IO_ERROR
+        )
 
 
 class _Source(NamedTuple):
