@@ -29,6 +29,15 @@ __all__ = [
 ]
 
 
+_OF_LIMITS = {
+    errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f) or ask for a "
+    "smaller size (host_size, disk_size)",
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENOMEM: "raise this process's limit of address space (ulimit -v) or ask for a smaller "
+    "size (host_size, disk_size)",
+}
+
+
 class PagodaError(Exception):
     """The base class of all exceptions that PagodaKV itself raises."""
 
@@ -80,3 +89,10 @@ def is_shortage(error: OSError) -> bool:
     not the file's.
     """
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def remedy_of_limit(error: Exception, otherwise: str) -> str:
+    """Return what to do about an error that a limit of this process explains; `otherwise` for any
+    other.
+    """
+    return _OF_LIMITS.get(getattr(error, "errno", None) or 0, otherwise)

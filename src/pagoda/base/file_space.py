@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from struct import Struct
 
-from pagoda.base.errors import NoRoomError
+from pagoda.base.errors import NoRoomError, remedy_of_limit
 
 # a terminal does not become this process's either
 _NEVER_WAITS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -302,7 +302,10 @@ def allocate(path: Path, nbytes: int) -> None:
         try:
             reserve(fd, 0, nbytes)
         except OSError as error:
+            remedy = remedy_of_limit(
+                error,
+                "free some space or ask for a smaller size (host_size, disk_size)",
+            )
             raise NoRoomError(
-                f"no space for the {size_in_words(nbytes)} of {path} ({error.strerror}): free "
-                "some space or ask for a smaller size (host_size, disk_size)"
+                f"no space for the {size_in_words(nbytes)} of {path} ({error.strerror}): {remedy}"
             ) from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import secrets
 import shutil
@@ -24,7 +25,7 @@ import lmdb
 import msgspec
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import NoRoomError, StoreError, is_gone
+from pagoda.base.errors import NoRoomError, StoreError, is_gone, remedy_of_limit
 from pagoda.base.file_space import (
     allocate,
     lengthen,
@@ -264,8 +265,8 @@ def open_store(
                 write_limit(directory, spec.limit_bytes, store.sole)
     except (OSError, lmdb.Error) as error:
         raise StoreError(
-            f"the store at {directory} cannot be opened ({error}): repair that or choose another "
-            "path"
+            f"the store at {directory} cannot be opened ({error}): "
+            f"{_remedy(error, 'repair that or choose another path')}"
         ) from error
     if store is None:
         raise unusable(directory, "a part of it is missing or damaged")
@@ -325,8 +326,15 @@ def os_errors_mapped(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"the store at {directory} cannot be opened ({error}): repair that and open it again"
+            f"the store at {directory} cannot be opened ({error}): "
+            f"{remedy_of_limit(error, 'repair that and open it again')}"
         ) from error
+
+
+def _remedy(error: OSError | lmdb.Error, otherwise: str) -> str:
+    if isinstance(error, lmdb.MemoryError):
+        error = OSError(errno.ENOMEM, str(error))
+    return remedy_of_limit(error, otherwise)
 
 
 def _discard_other_formats(root: Path) -> None:
@@ -664,8 +672,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
             undo.pop_all()
     except (OSError, lmdb.Error) as error:
         raise NoRoomError(
-            f"the store at {directory} cannot be made ({error}): free some room or choose "
-            "another path"
+            f"the store at {directory} cannot be made ({error}): "
+            f"{_remedy(error, 'free some room or choose another path')}"
         ) from error
     finally:
         if os.getpid() == maker:  # not in a child that a signal handler forked

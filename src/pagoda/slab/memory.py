@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.errors import ClosedError, StoreError, remedy_of_limit
 from pagoda.base.file_space import reserve_in_place
 from pagoda.base.fork import per_process
 from pagoda.base.signal_safe_threads import Event, start_thread
@@ -355,7 +355,8 @@ def _map(path: Path | None, nbytes: int) -> Memory:
         return map_shared(fd, nbytes)
     except OSError as error:
         raise StoreError(
-            f"cannot map {nbytes} bytes of the slab {path}: {error.strerror}"
+            f"cannot map {nbytes} bytes of the slab {path} ({error.strerror}): "
+            f"{remedy_of_limit(error, 'choose another path')}"
         ) from error
     finally:
         os.close(fd)
