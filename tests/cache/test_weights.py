@@ -370,6 +370,40 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
         assert hit_of(cache, tokens).num_tokens == 0
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_store_that_is_elsewhere_when_the_weights_change_keeps_no_old_chunk(
+    tmp_path: Path, seen: bool
+) -> None:
+    """Its disk was unmounted, or its directory renamed, and comes back."""
+    tokens = prompt(4)
+    root = tmp_path / "disk"
+    refused = False
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, tokens)
+        root.rename(tmp_path / "away")
+        if seen:
+            cache._tiers.lower[0].ledger.session.look()
+        try:
+            cache.weights_changed()
+        except StoreError as error:
+            refused = True
+            assert "Repair it, remove its store" in str(error)
+        assert hit_of(cache, tokens).num_tokens == 0
+    shutil.rmtree(root, ignore_errors=True)
+    (tmp_path / "away").rename(root)
+    with cache_at(None, tmp_path) as cache:
+        assert refused or hit_of(cache, tokens).num_tokens == 0
+
+
+def test_a_store_that_was_deleted_does_not_keep_the_weights_from_changing(
+    tmp_path: Path,
+) -> None:
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, prompt(4))
+        shutil.rmtree(tmp_path / "disk")
+        assert cache.weights_changed() == 1
+
+
 @pytest.mark.parametrize("kind", ["record", "of older versions"])
 def test_a_link_in_the_place_of_an_epoch_writes_nothing_elsewhere(
     tmp_path: Path, kind: str

@@ -33,6 +33,7 @@ from pagoda.cache.late_tier import BoundedCall
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
 from pagoda.keys import Namespace, require_version
+from pagoda.ledger import Ledger
 from pagoda.ledger.epoch_record import (
     NEVER_CHANGED,
     Epoch,
@@ -257,6 +258,7 @@ class PresentWeights:
         if version:
             return self._epoch.name(version).number
         epoch, errors = self._epoch.raise_epoch()
+        errors |= self._elsewhere(errors)
         tiers = self._resources.tiers
         uncleared = self._clear_unrecorded(errors)
         unraised = self._unraised(errors)
@@ -296,6 +298,24 @@ class PresentWeights:
                 f"with a name ({why})"
             )
         return epoch.number
+
+    def _elsewhere(self, known: Collection[str]) -> dict[str, Exception]:
+        """Return an error for each other tier whose open store is not under its root: the record of
+        that root says nothing about it, and it may come back.
+        """
+        errors: dict[str, Exception] = {}
+        for resources in self._epoch.sharing():
+            for tier in resources.tiers.all:
+                ledger = getattr(tier, "ledger", None)
+                if not isinstance(ledger, Ledger) or tier.name in known:
+                    continue
+                store = ledger.session.store
+                with contextlib.suppress(OSError):
+                    if store.locks.are_away(store.directory):
+                        errors[tier.name] = StoreError(
+                            f"{store.directory} was renamed, unmounted or replaced"
+                        )
+        return errors
 
     def _clear_unrecorded(
         self, errors: Mapping[str, Exception]

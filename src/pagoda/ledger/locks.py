@@ -320,6 +320,12 @@ class StoreLocks(LockFile):
         )
         return in_place and self.is_at(directory / state.name)
 
+    def are_away(self, directory: Path) -> bool:
+        """Whether these files exist, but not in this directory: it was renamed or unmounted, and
+        may come back. OSError if that cannot be told.
+        """
+        return not self.are_at(directory) and os.fstat(self._fd).st_nlink > 0
+
     def lock(self, byte: int, exclusive: bool, until: float = 0.0) -> bool:
         """Take or convert the lock of one byte; False if another description has it. See
         `LockFile.lock`.
