@@ -17,6 +17,7 @@ time (full, busy, corrupt, late) is never an exception: it is a miss or a drop w
 from __future__ import annotations
 
 import errno
+import os
 
 __all__ = [
     "ClosedError",
@@ -30,10 +31,10 @@ __all__ = [
 
 
 _OF_LIMITS = {
-    errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f) or ask for a "
+    errno.EFBIG: "raise this process's limit of the size of a file (`ulimit -f`) or ask for a "
     "smaller size (host_size, disk_size)",
-    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
-    errno.ENOMEM: "raise this process's limit of address space (ulimit -v) or ask for a smaller "
+    errno.EMFILE: "let this process open more of them (`ulimit -n`)",
+    errno.ENOMEM: "raise this process's limit of address space (`ulimit -v`) or ask for a smaller "
     "size (host_size, disk_size)",
 }
 
@@ -95,4 +96,8 @@ def remedy_of_limit(error: Exception, otherwise: str) -> str:
     """Return what to do about an error that a limit of this process explains; `otherwise` for any
     other.
     """
-    return _OF_LIMITS.get(getattr(error, "errno", None) or 0, otherwise)
+    # also an error of LMDB, which has no number
+    for number, remedy in _OF_LIMITS.items():
+        if os.strerror(number) in str(error):
+            return remedy
+    return otherwise

@@ -32,7 +32,12 @@ import lmdb
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.base.errors import (
+    ClosedError,
+    LedgerCorrupt,
+    StoreError,
+    remedy_of_limit,
+)
 from pagoda.base.fork import take_all
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import COUNTERS, MEMBER_GAUGES, Reason
@@ -854,10 +859,9 @@ class Session:
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise
-            remedy = "stop the processes that have it open, and open it again"
-            # also an error of LMDB, which has no number
-            if os.strerror(errno.EMFILE) in str(error):
-                remedy = "let this process open more of them (`ulimit -n`)"
+            remedy = remedy_of_limit(
+                error, "stop the processes that have it open, and open it again"
+            )
             raise StoreError(
                 f"the ledger at {self.store.directory} cannot be opened ({error}): {remedy}"
             ) from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import secrets
 import shutil
@@ -266,7 +265,7 @@ def open_store(
     except (OSError, lmdb.Error) as error:
         raise StoreError(
             f"the store at {directory} cannot be opened ({error}): "
-            f"{_remedy(error, 'repair that or choose another path')}"
+            f"{remedy_of_limit(error, 'repair that or choose another path')}"
         ) from error
     if store is None:
         raise unusable(directory, "a part of it is missing or damaged")
@@ -329,12 +328,6 @@ def os_errors_mapped(directory: Path) -> Iterator[None]:
             f"the store at {directory} cannot be opened ({error}): "
             f"{remedy_of_limit(error, 'repair that and open it again')}"
         ) from error
-
-
-def _remedy(error: OSError | lmdb.Error, otherwise: str) -> str:
-    if isinstance(error, lmdb.MemoryError):
-        error = OSError(errno.ENOMEM, str(error))
-    return remedy_of_limit(error, otherwise)
 
 
 def _discard_other_formats(root: Path) -> None:
@@ -673,7 +666,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     except (OSError, lmdb.Error) as error:
         raise NoRoomError(
             f"the store at {directory} cannot be made ({error}): "
-            f"{_remedy(error, 'free some room or choose another path')}"
+            f"{remedy_of_limit(error, 'free some room or choose another path')}"
         ) from error
     finally:
         if os.getpid() == maker:  # not in a child that a signal handler forked
