@@ -33,9 +33,10 @@ from pagoda.policy.reuse_context import (
     ROWS,
     are_over,
     asked_again,
+    hazards_in_context,
     known_contexts,
     row_of,
-    worth_in_context,
+    worth_of_hazards,
 )
 from pagoda.policy.reuse_worth import (
     AGES,
@@ -48,6 +49,7 @@ from pagoda.policy.reuse_worth import (
     tally,
     worth,
 )
+from pagoda.policy.write_price import WritePrice
 
 # repeated requests within this time count as one use: LRU-K's correlated references
 _AT_ONCE_NS = 1_000_000_000
@@ -207,6 +209,10 @@ class Hindsight:
         # counted here, not yet shared
         self._asked = np.zeros((self._rows, AGES))
         self._watched = np.zeros((self._rows, AGES))
+        # None: nothing is known of newcomers that tells them apart
+        self._price = (
+            None if hints.contexts is None else WritePrice(hints.capacity)
+        )
         # counts of all processes, when they were last shared
         self._known = self._asked, self._watched
         self._worth = self._worth_of(*self._known)
@@ -292,11 +298,15 @@ class Hindsight:
             total - room, int(newcomers.stamps[-1]), now
         )
         arriving = np.full(total, newcomers.arriving, np.uint16)
-        worths = self._worth[self._row_of(newcomers.hits + known, arriving), 0]
-        worths = np.maximum.accumulate(worths[::-1])[::-1][
-            room : room + len(rows)
-        ]
-        lesser = np.flatnonzero(worths < ranks)
+        kinds = self._row_of(newcomers.hits + known, arriving)
+        worths = self._worth[kinds, 0]
+        beyond = slice(room, room + len(rows))
+        worths = np.maximum.accumulate(worths[::-1])[::-1][beyond]
+        unworthy = worths < ranks
+        if self._price is not None:
+            self._price.note(ranks)
+            unworthy |= self._price.too_dear(kinds)[beyond]
+        lesser = np.flatnonzero(unworthy)
         return room + int(lesser[0]) if len(lesser) else total
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
@@ -390,7 +400,10 @@ class Hindsight:
     def _worth_of(self, asked: Table, watched: Table) -> Table:
         if self._rows == CLASSES:
             return worth(asked, watched)
-        return worth_in_context(asked, watched)
+        hazard, by_kind = hazards_in_context(asked, watched)
+        if self._price is not None:
+            self._price.learn(hazard)
+        return worth_of_hazards(hazard, by_kind)
 
     def _tally(
         self,
