@@ -6,7 +6,8 @@ evicted first. A newcomer that is worth less than every chunk that could be evic
 admitted; this begins when as many chunks were asked for again as there are slots. Before anything
 is learned the order is least recently used: until some chunks were asked for again, nothing says
 that a chunk is worth more or less with its age. The same applies while that order would have served
-more (`ShadowLru`). Chunks that are said to be over go first there too.
+more (`ShadowLru`). Chunks that are said to be over go first there too. With contexts a newcomer
+must also bring what its write costs (`write_price`).
 
 Chunks that were not asked for again are in the columns and their ghosts, which several processes
 write together. Each process adds the chunks that were asked for again to the shared values.
@@ -493,7 +494,7 @@ class Hindsight:
 class HintedHindsight(Hindsight):
     """Hindsight in a process that is given request hints, in a store whose shared values have none.
 
-    What it learns of contexts stays in this process, 1.5 MB, and ends with it. The shared values
+    What it learns of contexts stays in this process, 2 MB, and ends with it. The shared values
     get the same counts by class, so that processes without hints, and later ones, learn as before.
     As thread-safe as Hindsight.
     """
