@@ -15,6 +15,7 @@ Modules, in the order in which data reaches them:
     reuse_context   the same for chunks of which more is known: whose they are, and how the answer
                     ended
     request_hints   writes what a request says of itself into the contexts of its chunks
+    write_price     which newcomers bring too little to be written
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used
     hindsight       the default: evicts the chunk that is worth least, unless LRU would serve more

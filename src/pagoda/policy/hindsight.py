@@ -6,7 +6,8 @@ evicted first. A newcomer that is worth less than every chunk that could be evic
 admitted; this begins when as many chunks were asked for again as there are slots. Before anything
 is learned the order is least recently used: until some chunks were asked for again, nothing says
 that a chunk is worth more or less with its age. The same applies while that order would have served
-more (`ShadowLru`). Chunks that are said to be over go first there too.
+more (`ShadowLru`). Chunks that are said to be over go first there too. With contexts a newcomer
+must also bring what its write costs (`write_price`).
 
 Chunks that were not asked for again are in the columns and their ghosts, which several processes
 write together. Each process adds the chunks that were asked for again to the shared values.
@@ -33,9 +34,10 @@ from pagoda.policy.reuse_context import (
     ROWS,
     are_over,
     asked_again,
+    hazards_in_context,
     known_contexts,
     row_of,
-    worth_in_context,
+    worth_of_hazards,
 )
 from pagoda.policy.reuse_worth import (
     AGES,
@@ -48,6 +50,7 @@ from pagoda.policy.reuse_worth import (
     tally,
     worth,
 )
+from pagoda.policy.write_price import WritePrice
 
 # repeated requests within this time count as one use: LRU-K's correlated references
 _AT_ONCE_NS = 1_000_000_000
@@ -207,6 +210,10 @@ class Hindsight:
         # counted here, not yet shared
         self._asked = np.zeros((self._rows, AGES))
         self._watched = np.zeros((self._rows, AGES))
+        # None: nothing is known of newcomers that tells them apart
+        self._price = (
+            None if hints.contexts is None else WritePrice(hints.capacity)
+        )
         # counts of all processes, when they were last shared
         self._known = self._asked, self._watched
         self._worth = self._worth_of(*self._known)
@@ -292,11 +299,15 @@ class Hindsight:
             total - room, int(newcomers.stamps[-1]), now
         )
         arriving = np.full(total, newcomers.arriving, np.uint16)
-        worths = self._worth[self._row_of(newcomers.hits + known, arriving), 0]
-        worths = np.maximum.accumulate(worths[::-1])[::-1][
-            room : room + len(rows)
-        ]
-        lesser = np.flatnonzero(worths < ranks)
+        kinds = self._row_of(newcomers.hits + known, arriving)
+        worths = self._worth[kinds, 0]
+        beyond = slice(room, room + len(rows))
+        worths = np.maximum.accumulate(worths[::-1])[::-1][beyond]
+        unworthy = worths < ranks
+        if self._price is not None:
+            self._price.note(ranks)
+            unworthy |= self._price.too_dear(kinds)[beyond]
+        lesser = np.flatnonzero(unworthy)
         return room + int(lesser[0]) if len(lesser) else total
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
@@ -390,7 +401,10 @@ class Hindsight:
     def _worth_of(self, asked: Table, watched: Table) -> Table:
         if self._rows == CLASSES:
             return worth(asked, watched)
-        return worth_in_context(asked, watched)
+        hazard, by_kind = hazards_in_context(asked, watched)
+        if self._price is not None:
+            self._price.learn(hazard)
+        return worth_of_hazards(hazard, by_kind)
 
     def _tally(
         self,
@@ -480,7 +494,7 @@ class Hindsight:
 class HintedHindsight(Hindsight):
     """Hindsight in a process that is given request hints, in a store whose shared values have none.
 
-    What it learns of contexts stays in this process, 1.5 MB, and ends with it. The shared values
+    What it learns of contexts stays in this process, 2 MB, and ends with it. The shared values
     get the same counts by class, so that processes without hints, and later ones, learn as before.
     As thread-safe as Hindsight.
     """

@@ -191,7 +191,22 @@ def row_of(hits: NDArray[np.integer], contexts: Contexts) -> NDArray[np.int64]:
 
 
 def worth_in_context(asked: Table, watched: Table) -> Table:
-    """Return the yield per second of a slot with a chunk of each row and age, (ROWS, AGES).
+    """Return the yield per second of a slot with a chunk of each row and age, (ROWS, AGES)."""
+    return worth_of_hazards(*hazards_in_context(asked, watched))
+
+
+def worth_of_hazards(hazard: Table, by_kind: Table) -> Table:
+    """Return the same from what `hazards_in_context` returns."""
+    best: Table = np.tile(index(by_kind), (WORKLOADS, 1))
+    # for the others it is the same, and this is most of the time
+    seen = (hazard != np.tile(by_kind, (WORKLOADS, 1))).any(axis=1)
+    best[seen] = index(hazard[seen])
+    return best
+
+
+def hazards_in_context(asked: Table, watched: Table) -> tuple[Table, Table]:
+    """Return the share of chunks that is asked for, of each row and age, (ROWS, AGES), and of each
+    kind, (KINDS, AGES).
 
     As `reuse_worth.worth`, but what is little known is guessed in steps: a workload's kind from
     that kind of all workloads, a gap from all gaps of its ending, and these from all chunks. A
@@ -220,10 +235,7 @@ def worth_in_context(asked: Table, watched: Table) -> Table:
     by_kind[ENDED] = guessed(asked_by_kind[ENDED], risk_by_kind[ENDED], nothing)
     by_kind[LEFT] = guessed(asked_by_kind[LEFT], risk_by_kind[LEFT], of_all)
     hazard = guessed(asked, risk, by_kind, _GUESS_WEIGHT)
-    hazard = np.minimum(hazard, 1.0)
-    best = np.empty((WORKLOADS, KINDS, AGES))
-    best[:] = index(np.minimum(by_kind, 1.0))
-    # for the others it is the same, and this is most of the time
-    seen = risk.any(axis=2)
-    best[seen] = index(hazard[seen])
-    return best.reshape(ROWS, AGES)
+    return (
+        np.minimum(hazard, 1.0).reshape(ROWS, AGES),
+        np.minimum(by_kind, 1.0),
+    )

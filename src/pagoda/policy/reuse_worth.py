@@ -113,6 +113,17 @@ def worth(asked: Table, watched: Table) -> Table:
     return index(np.minimum(guessed(asked, risk, guess), 1.0))
 
 
+def expected(
+    hazard: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the hits that a chunk brings up to the end of each age, and how long it is kept for
+    them (s); from the share that is asked for at each, (AGES,).
+    """
+    alive = np.concatenate([[1.0], np.cumprod(1.0 - hazard)])
+    held = np.cumsum((alive[:-1] + alive[1:]) / 2 * _WIDTH_SECONDS)
+    return 1.0 - alive[1:], held
+
+
 def index(hazard: Table) -> Table:
     """Return Gittins' index at each age, from the share that is asked for at each; for each row."""
     # ages first, so that the steps below read neighbours
