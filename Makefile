@@ -91,7 +91,7 @@ test: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
 # The others, of the files that have some: the workers need not read the rest.
-# make test-slow ARGS='--slow-part N': a tenth of them, those whose number is N modulo 10
+# make test-slow ARGS='--slow-part N': a twentieth of them, those whose number is N modulo 20
 test-slow: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'slow and not soak' --durations=25 $(ARGS) $$(grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'pytest\.mark\.slow' tests)
 

@@ -76,7 +76,7 @@ if _HOME not in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW_PARTS = 10
+SLOW_PARTS = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -240,7 +240,7 @@ def vllm_versions_page() -> str:
         runs = (
             f"those of {some}; `make test-vllm VLLM={name}.0` runs all"
             if some
-            else "all, of the slow ones a tenth; `make test-vllm` runs all"
+            else "all, of the slow ones a twentieth; `make test-vllm` runs all"
         )
         rows.append((name, runs, VLLM_BUILDS[release]))
     head = ("vLLM", "tests with every change", "with")
