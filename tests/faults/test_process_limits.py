@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
 from threading import Thread
 
@@ -37,9 +38,13 @@ def limited(what: int, value: int) -> Iterator[None]:
         resource.setrlimit(what, before)
 
 
-def open_files() -> int:
-    """Return how many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))
+def limit_with(free: int) -> int:
+    """Return the limit under which this process can open that many more files; the numbers of those
+    that it has open may have gaps.
+    """
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    unused = (number for number in count() if number not in used)
+    return next(islice(unused, free, None))
 
 
 def address_space() -> int:
@@ -52,9 +57,9 @@ def address_space() -> int:
     ("what", "more", "option"),
     [
         (resource.RLIMIT_FSIZE, lambda: 1 << 20, "-f"),
-        (resource.RLIMIT_NOFILE, lambda: 1 + open_files(), "-n"),
-        (resource.RLIMIT_NOFILE, lambda: 4 + open_files(), "-n"),
-        (resource.RLIMIT_NOFILE, lambda: 6 + open_files(), "-n"),
+        (resource.RLIMIT_NOFILE, lambda: limit_with(1), "-n"),
+        (resource.RLIMIT_NOFILE, lambda: limit_with(4), "-n"),
+        (resource.RLIMIT_NOFILE, lambda: limit_with(6), "-n"),
         (resource.RLIMIT_AS, lambda: address_space() + (32 << 20), "-v"),
     ],
     ids=["file size", "files", "files 4", "files 6", "address space"],
