@@ -13,10 +13,11 @@ from pagoda.policy.reuse_context import (
     ROWS,
     Ending,
     gap_octave,
+    hazards_in_context,
     hint_second,
     next_gap_octave,
     seconds_since,
-    worth_in_context,
+    worth_of_hazards,
 )
 from pagoda.policy.reuse_worth import AGES
 
@@ -95,7 +96,7 @@ def test_also_while_least_recently_used_serves_more() -> None:
     # but not if such chunks were asked for all the same
     asked = np.zeros((ROWS, AGES))
     asked[ENDED, 30] = 1
-    policy._worth = worth_in_context(asked, asked)
+    policy._worth = worth_of_hazards(*hazards_in_context(asked, asked))
     tier.advice.rank(0, tier.now, tier.now)
     assert tier.first_to_go() == set(range(10))
 

@@ -16,10 +16,11 @@ from pagoda.policy.reuse_context import (
     context_of,
     ended,
     gap_octave,
+    hazards_in_context,
     kinds_of_ending,
     next_gap_octave,
     row_of,
-    worth_in_context,
+    worth_of_hazards,
 )
 from pagoda.policy.reuse_worth import AGES, CLASSES, class_of, worth
 
@@ -89,10 +90,12 @@ def nothing() -> np.ndarray:
 def test_a_session_that_is_over_is_worth_nothing_until_it_is_asked_for() -> None:
     asked = nothing()
     watched = nothing()
-    assert not worth_in_context(asked, watched)[ENDED::KINDS].any()
+    assert not worth_of_hazards(*hazards_in_context(asked, watched))[
+        ENDED::KINDS
+    ].any()
     asked[ENDED, 30] = 5_000
     watched[ENDED, 30] = 5_000
-    found = worth_in_context(asked, watched)
+    found = worth_of_hazards(*hazards_in_context(asked, watched))
     assert found[ENDED, 20] > found[0, 20] / 2
 
 
@@ -105,7 +108,7 @@ def test_what_one_workload_does_is_expected_of_others_that_are_little_known() ->
     late = kinds_of_ending(Ending.TURN).start + 2
     asked[soon, 20] = watched[soon, 20] = 20_000
     asked[late, 45] = watched[late, 45] = 20_000
-    found = worth_in_context(asked, watched)
+    found = worth_of_hazards(*hazards_in_context(asked, watched))
     other = 4 * KINDS
     assert found[other + soon, 10] > 3 * found[other + late, 10]
     # and a gap that was never seen is judged by its ending
@@ -120,6 +123,6 @@ def test_one_workload_without_hints_is_judged_as_without_contexts(
     watched = nothing()
     watched[:CLASSES] = random.integers(0, 5_000, (CLASSES, AGES))
     asked = np.floor(watched * random.random((ROWS, AGES)) / 2)
-    found = worth_in_context(asked, watched)[:CLASSES]
+    found = worth_of_hazards(*hazards_in_context(asked, watched))[:CLASSES]
     alone = worth(asked[:CLASSES], watched[:CLASSES])
     assert np.abs(found / alone - 1).max() < 0.1

@@ -494,7 +494,7 @@ class Hindsight:
 class HintedHindsight(Hindsight):
     """Hindsight in a process that is given request hints, in a store whose shared values have none.
 
-    What it learns of contexts stays in this process, 2 MB, and ends with it. The shared values
+    What it learns of contexts stays in this process, 4 MB, and ends with it. The shared values
     get the same counts by class, so that processes without hints, and later ones, learn as before.
     As thread-safe as Hindsight.
     """

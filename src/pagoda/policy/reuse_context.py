@@ -190,13 +190,10 @@ def row_of(hits: NDArray[np.integer], contexts: Contexts) -> NDArray[np.int64]:
     return workloads * KINDS + kinds
 
 
-def worth_in_context(asked: Table, watched: Table) -> Table:
-    """Return the yield per second of a slot with a chunk of each row and age, (ROWS, AGES)."""
-    return worth_of_hazards(*hazards_in_context(asked, watched))
-
-
 def worth_of_hazards(hazard: Table, by_kind: Table) -> Table:
-    """Return the same from what `hazards_in_context` returns."""
+    """Return the yield per second of a slot with a chunk of each row and age, (ROWS, AGES), from
+    what `hazards_in_context` returns.
+    """
     best: Table = np.tile(index(by_kind), (WORKLOADS, 1))
     # for the others it is the same, and this is most of the time
     seen = (hazard != np.tile(by_kind, (WORKLOADS, 1))).any(axis=1)
