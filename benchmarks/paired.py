@@ -24,7 +24,14 @@ from pathlib import Path
 
 from harness import machine, say
 
-SUBJECTS = ("calls", "model_calls", "cache", "local", "blocks")
+SUBJECTS = (
+    "calls",
+    "many_processes",
+    "model_calls",
+    "cache",
+    "local",
+    "blocks",
+)
 AGREE = 6 / 7  # of the rounds
 
 

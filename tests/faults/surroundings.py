@@ -58,6 +58,7 @@ GUARD_NOTHING = (
     "prompts",
     "requests",
     "speeds",
+    "waiting",
 )
 GUARD_NOTHING_PREFIXES = ("learnt-",)
 

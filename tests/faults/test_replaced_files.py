@@ -182,7 +182,9 @@ def test_no_two_writers_without_a_common_lock(
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-@pytest.mark.parametrize("name", ["counters", "lent", "requests", "limit"])
+@pytest.mark.parametrize(
+    "name", ["counters", "lent", "requests", "waiting", "limit"]
+)
 def test_files_that_guard_nothing_may_vanish(
     shm_root: Path, tmp_path: Path, kind: str, name: str
 ) -> None:

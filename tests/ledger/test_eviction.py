@@ -12,11 +12,13 @@ import pytest
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Present, Refused, Reserved, StoreSpec, admin
 from pagoda.testing import FakeClock
+from tests.children import child, wait
 from tests.ledger.support import (
     SLOTS,
     TENANT,
     keys,
     matched,
+    opened,
     places,
     present,
     put,
@@ -305,4 +307,31 @@ def test_every_mapped_file_has_all_its_blocks_before_it_is_used(
         assert status.st_blocks * 512 >= status.st_size, (
             f"{path.name} has holes: a full disk would end in a signal"
         )
+    ledger.close()
+
+
+def test_more_victims_are_chosen_after_others_took_them(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root)
+    put_alone(ledger, range(SLOTS))
+    asked: list[int] = []
+    choose = ledger._victims
+
+    def take_the_same() -> None:
+        monkeypatch.undo()
+        put(ledger, keys(1000, 1001, 1002, 1003))
+
+    def slowly(count: int, stamp: int, until: float) -> list[tuple[int, int]]:
+        asked.append(count)
+        chosen = choose(count, stamp, until)
+        if len(asked) == 1:
+            wait(child(take_the_same))
+        return chosen
+
+    monkeypatch.setattr(ledger, "_victims", slowly)
+    assert len(put(ledger, keys(2000, 2001, 2002, 2003))) == 4
+    assert asked == [4, 12]
+    assert len(put(ledger, keys(3000, 3001, 3002, 3003))) == 4
+    assert asked == [4, 12, 8], "fewer again, since nobody took any"
     ledger.close()

@@ -96,8 +96,16 @@ class ReserveRequest:
     )
 
 
+class LookedAt(NamedTuple):
+    """The victims of a transaction that could not be evicted; see `BatchResult`."""
+
+    passed_over: list[int]
+    gone: list[int]
+
+
 class BatchResult(NamedTuple):
-    """The result of a batch: `passed_over` are victims that were pinned or held.
+    """The result of a batch: `passed_over` are victims that were pinned or held, `gone` those whose
+    chunk had left since the policy named them.
 
     `served`: how many leading keys have an outcome; for the rest there was no slot. `totals`: the
     totals after the batch.
@@ -105,6 +113,7 @@ class BatchResult(NamedTuple):
 
     outcomes: list[Outcome]
     passed_over: list[int]
+    gone: list[int]
     served: int
     totals: Meta
 
@@ -117,8 +126,8 @@ def reserve(
     """Reserve a slot for each key of each of these batches of requests, leading keys first.
 
     `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
-    A chunk that one of the batches finds Present is evicted for none of them. `passed_over` is that
-    of all.
+    A chunk that one of the batches finds Present is evicted for none of them. `passed_over` and
+    `gone` are those of all.
     """
     kept: set[int] = set()
     found: list[tuple[int, dict[bytes, Present | Refused]]] = []
@@ -130,13 +139,13 @@ def reserve(
         for one in present.values():
             if isinstance(one, Present):
                 kept.add(one.slot)
-    passed_over: list[int] = []
+    looked_at = LookedAt([], [])
     slots = chain(
         transaction.free_slots(),
-        _more_slots(transaction, victims, kept, passed_over),
+        _more_slots(transaction, victims, kept, looked_at),
     )
     return [
-        _reserve_batch(transaction, request, batch, *known, slots, passed_over)
+        _reserve_batch(transaction, request, batch, *known, slots, looked_at)
         for (request, batch), known in zip(batches, found, strict=True)
     ]
 
@@ -148,7 +157,7 @@ def _reserve_batch(
     number: int,
     present: Mapping[bytes, Present | Refused],
     slots: Iterator[int],
-    passed_over: list[int],
+    looked_at: LookedAt,
 ) -> BatchResult:
     """Reserve what is not `present` in a namespace, as long as there are `slots`."""
     keys = request.keys[batch.start : batch.stop]
@@ -239,7 +248,7 @@ def _reserve_batch(
     if number:
         transaction.add_to_namespace(number, reservations=made)
     request.made.append((transaction, outcomes))
-    return BatchResult(outcomes, passed_over, served, meta)
+    return BatchResult(outcomes, *looked_at, served, meta)
 
 
 def commit(
@@ -290,7 +299,7 @@ def _more_slots(
     transaction: Transaction,
     victims: Sequence[tuple[int, int]],
     kept: set[int],
-    passed_over: list[int],
+    looked_at: LookedAt,
 ) -> Iterator[int]:
     """Take the slots that a batch may have once none is free: those of dead members, then those of
     victims.
@@ -303,9 +312,9 @@ def _more_slots(
         key = transaction.key_of(slot, generation)
         # that chunk was evicted after the policy named it; the slot's new chunk is not a victim
         if key is None:
-            continue
-        if slot in kept or transaction.is_protected(slot, key):
-            passed_over.append(slot)
+            looked_at.gone.append(slot)
+        elif slot in kept or transaction.is_protected(slot, key):
+            looked_at.passed_over.append(slot)
         else:
             transaction.detach_chunk(slot, Reason.EVICTED)
             yield slot

@@ -55,6 +55,7 @@ from pagoda.ledger.store_state import (
     GHOSTS,
     METERS,
     STATE,
+    WAITING,
     StoreState,
     read_state,
 )
@@ -187,7 +188,7 @@ class HintPages:
         whole = True
         for name, memory in list(self._maps.items()):
             # the tables have the counters of members that left
-            if name in (COUNTERS_FILE, _PUBLISHED):
+            if name in (COUNTERS_FILE, _PUBLISHED, WAITING):
                 continue
             head = b""
             if name == COLUMNS:

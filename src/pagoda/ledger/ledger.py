@@ -211,6 +211,8 @@ class Ledger:
         self._last_stamp = 0
         # free slots, and how many should be free (0: all slots have pages), after the last reserve
         self._room = 0
+        # victims that others took first, of late: see `_note_gone`
+        self._gone = 0
         self._ahead = 0
         # the slots from this one on had no pages when this process looked last
         self.backed = 0
@@ -635,7 +637,8 @@ class Ledger:
                 taken += self._admit(request, batch, None, until, taken)
             victims: list[tuple[int, int]] = []
             if self._room < count:
-                victims = self._victims(count, newest + 1, until)
+                more = min(count + 2 * self._gone, allocation.MOST_VICTIMS)
+                victims = self._victims(more, newest + 1, until)
             reserve = partial(
                 allocation.reserve,
                 batches=[
@@ -650,6 +653,7 @@ class Ledger:
             return
         last = results[-1]
         self._note_totals(last.totals)
+        self._note_gone(len(last.gone))
         self._pass_over(last.passed_over, group[-1].stamp, until)
         for request, made in zip(group, results, strict=True):
             self._keep_present(made.outcomes, request.start, request.stamp, until)
@@ -847,7 +851,10 @@ class Ledger:
             looked = self._room < len(batch)
             # Ask for more than are wanted: some may be pinned or held.
             wanted = max(0, min(request.end, batch.stop) - batch.start)
-            count = min(wanted + 4 * passed_over, allocation.MOST_VICTIMS)
+            count = min(
+                wanted + 4 * passed_over + 2 * self._gone,
+                allocation.MOST_VICTIMS,
+            )
             # recency is below this request's, so no key of the request is a victim
             newest = request.stamp - allocation.STAMP_STEP + 1
             try:
@@ -863,6 +870,8 @@ class Ledger:
                 request.outcomes += refused
                 return refused[0].reason
             self._note_totals(made.totals)
+            if looked:
+                self._note_gone(len(made.gone))
             # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(
                 made.outcomes, request.start + batch.start, request.stamp, until
@@ -885,6 +894,12 @@ class Ledger:
                 break
         request.outcomes += left
         return Reason.FULL
+
+    def _note_gone(self, count: int) -> None:
+        """Note how many victims other processes took between their choice and the gate, so that the
+        next calls choose more: processes that store at the same time choose the same ones.
+        """
+        self._gone = max(count, self._gone // 2)
 
     def _pass_over(self, slots: Sequence[int], stamp: int, until: float) -> None:
         """Raise the recency of chunks that are pinned or held, so that they are not offered in

@@ -186,6 +186,11 @@ class Reservation(NamedTuple):
             return row + _WRITER.pack(writers[0])
         return row + b"".join(map(_WRITER.pack, writers))
 
+    @staticmethod
+    def packed_writers(row: bytes) -> bytes:
+        """Return the writers of a row, as they are in it: equal for equal writers."""
+        return row[_RESERVATION.size :]
+
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""

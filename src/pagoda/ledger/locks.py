@@ -21,7 +21,7 @@ parent's locks last as long as the child.
 | byte | meaning |
 | --- | --- |
 | 0 | the gate: readers share it, a write transaction holds it exclusively |
-| 1 | intent: a writer holds it, readers pass through it, so that writers do not starve |
+| 1 | intent: a writer holds it until it releases the gate, readers pass through it, so that writers do not starve |
 | 2 | open: shared by all processes that have the store open, exclusive to create, resize, rebuild, discard |
 | 3 | scan: the process that reads the headers of a slab back into the ledger |
 | 4 | labels: the process that writes the files of labels and of clears |
@@ -49,6 +49,7 @@ from typing import Protocol, TypeVar
 from pagoda.base.errors import StoreError, is_gone
 from pagoda.base.file_space import require_regular
 from pagoda.base.fork import here
+from pagoda.ledger.gate_bell import NEXT, OTHERS, GateBell
 
 GATE = 0
 INTENT = 1
@@ -210,14 +211,8 @@ class LockFile(OwnDescription):
         )
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            try:
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+            if _taken(self._fd, request):
                 return True
-            except ValueError as error:
-                raise OSError(errno.EBADF, _CLOSED) from error
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
@@ -263,13 +258,15 @@ def _request(kind: int, byte: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
-def _taken_at_once(fd: int, request: bytes) -> bool:
-    """Take gate and intent, if nobody has or wants the gate who keeps others out. Whoever waits
-    takes them one after the other: behind a writer that waits, not behind all of them.
-    """
+def _taken(fd: int, request: bytes) -> bool:
+    """Take a lock; False if another description has it. OSError."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
-    except (OSError, ValueError):  # `LockFile.lock` says which it is
+    except ValueError as error:
+        raise OSError(errno.EBADF, _CLOSED) from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
         return False
     return True
 
@@ -408,7 +405,8 @@ class GateUser(Protocol):
 
 class Gate:
     """The one lock around transactions: `gate.run(work, seconds)`; a writer calls it with
-    `exclusive=True`.
+    `exclusive=True`. Who waits for another process sleeps at the `bell` of the store; without one,
+    only threads of this process ring.
 
     Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at
     once in a thread that is already inside (a signal handler or a finalizer in the middle of a
@@ -421,8 +419,9 @@ class Gate:
     may run before the first statement of an `__exit__` written in Python.
     """
 
-    def __init__(self, file: LockFile) -> None:
+    def __init__(self, file: LockFile, bell: GateBell | None = None) -> None:
         self._file = file
+        self._bell = GateBell() if bell is None else bell
         # not a method of `StoreLocks`, which would cost each transaction two more calls
         self._lock = partial(LockFile.lock, file)
         # an RLock, because it knows its owner as soon as it is taken; it is never taken twice
@@ -464,12 +463,10 @@ class Gate:
                 raise DeadlineMissedError
             self._owner = me
             both = file.take_gate if exclusive else file.share_gate
-            if not _taken_at_once(fd, both) and (
-                not self._lock(INTENT, exclusive, until)
-                or not self._lock(GATE, exclusive, until)
-            ):
+            if not _taken(fd, both) and not self._wait(exclusive, both, until):
                 raise DeadlineMissedError
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
+            if not exclusive:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
             return work()
         finally:
             if entered:
@@ -479,6 +476,7 @@ class Gate:
                 finally:
                     self._owner = None
                     self._inside.release()
+                self._bell.ring()
             else:
                 # `contextlib.suppress` is no built-in function
                 try:  # noqa: SIM105
@@ -486,6 +484,34 @@ class Gate:
                     self._inside.release()
                 except RuntimeError:
                     pass
+
+    def _wait(self, exclusive: bool, both: bytes, until: float) -> bool:
+        """Sleep until gate and intent can be taken; False if they cannot in time. A writer that has
+        intent, because only readers are inside, gets the gate next.
+        """
+        bell = self._bell
+        place = OTHERS
+        slept = heard = False
+        while True:
+            turn = bell.turn(place)
+            if place == NEXT:
+                taken = self._lock(GATE, exclusive)
+            else:
+                taken = _taken(self._file._fd, both)
+            if taken:
+                if slept:
+                    bell.learn(heard)
+                if not exclusive:
+                    bell.ring()  # other readers may come in too
+                return True
+            if exclusive and place == OTHERS and self._lock(INTENT, exclusive):
+                place = NEXT
+                continue
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            heard = bell.sleep(place, turn, left)
+            slept = True
 
     def hold(self, deadline_seconds: float) -> bool:
         """Keep other threads out until `let_go` is called on this thread; False if it could not be

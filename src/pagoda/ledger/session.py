@@ -46,6 +46,7 @@ from pagoda.ledger.call_tokens import CallToken
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.compare_hints import compare_page
+from pagoda.ledger.gate_bell import BELL_BYTES, GateBell
 from pagoda.ledger.guard_watch import unwatch, watch
 from pagoda.ledger.hint_pages import HintPages, Published
 from pagoda.ledger.lmdb_tables import (
@@ -89,7 +90,7 @@ from pagoda.ledger.request_meters import (
 )
 from pagoda.ledger.slots_in_use import OwnMarks, PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
-from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
+from pagoda.ledger.store_state import PAGE_GUARDS, TABLES, WAITING
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.table_pages import TablePages
 from pagoda.ledger.transaction import BATCH, Transaction
@@ -150,7 +151,8 @@ class Session:
         self._rests_until = 0.0
         # until then no further line about failed transactions is logged
         self._silent_until = 0.0
-        self.gate = Gate(store.locks)
+        self._bell = GateBell(self.hints.page(WAITING, BELL_BYTES))
+        self.gate = Gate(store.locks, self._bell)
         self.member = 0
         self.pid = os.getpid()
         self.closed = False
@@ -1119,7 +1121,7 @@ class Session:
         # a call of the parent that goes on in the child may still have the one before
         self._meters.release()
         self._meters = RequestMeters()
-        self.gate = Gate(self.store.locks)
+        self.gate = Gate(self.store.locks, self._bell)
         self.member = 0
         self.pid = os.getpid()
         # that call gets a ValueError if it has them

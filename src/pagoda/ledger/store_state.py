@@ -57,6 +57,7 @@ OLD_PROMPTS = "prompts-old"
 NOTES = "notes"
 # the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"
+WAITING = "waiting"  # who waits for the gate: see `gate_bell`; not part of FORMAT
 SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
 # ghosts of a store that grows, if they are many: see `ghost_pages`; not part of FORMAT, because
 # older versions find the columns too short
