@@ -13,6 +13,7 @@ Modules, in the order in which a request reaches them:
     session             this process's part in a store: open tables, its member, running
                         transactions
     call_tokens         what a call owns, and how that is given up if the call is interrupted
+    gate_bell           where processes sleep until the gate is released
     locks               byte-range locks between processes, and the gate
     transaction         one write transaction: what it changes in the tables, and publishes in the
                         columns
