@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -70,6 +73,24 @@ def test_a_ring_between_the_try_and_the_sleep_is_heard(page: Path) -> None:
     turn = bell.turn(OTHERS)
     bell.ring()
     assert bell.sleep(OTHERS, turn, _LONG_SECONDS)
+
+
+def test_a_ring_at_any_line_of_one_who_begins_to_sleep_is_not_lost(
+    page: Path,
+) -> None:
+    other = GateBell(page)
+    other.turn(OTHERS)  # another one who sleeps, so that there is a ring
+    for line in itertools.count(1):
+        bell = GateBell(page)
+        rung, turn = _rung_before(
+            line, lambda bell=bell: bell.turn(OTHERS), other.ring
+        )
+        if not rung:
+            break
+        other.ring()
+        assert bell.sleep(OTHERS, turn, _LONG_SECONDS), line
+        other.turn(OTHERS)
+    assert line > 2
 
 
 def test_a_sleep_ends_without_a_ring(page: Path) -> None:
@@ -203,6 +224,33 @@ def test_readers_get_in_among_writers_that_never_pause(shm_root: Path) -> None:
         for _ in range(100):
             assert ledger.match_prefix(keys(1, 2)) is not None
     ledger.close()
+
+
+def _rung_before(
+    line: int, begin: Callable[[], int], ring: Callable[[], None]
+) -> tuple[bool, int]:
+    """Ring before the line of that number that runs in `GateBell.turn`; return whether there was
+    one, and the turn.
+    """
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal left
+        if frame.f_code is not GateBell.turn.__code__:
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                ring()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        turn = begin()
+    finally:
+        sys.settrace(before)
+    return left <= 0, turn
 
 
 def _until(done: Callable[[], bool]) -> None:

@@ -79,8 +79,10 @@ class GateBell:
         """Say that this thread is about to sleep there, and return what `sleep` needs. Try the lock
         between the two calls.
         """
+        # read first: a ring between the two lines takes the word back, and changes the turn
+        turn = self._words[place * _PLACE_WORDS]
         self._words[place * _PLACE_WORDS + 1] = 1
-        return self._words[place * _PLACE_WORDS]
+        return turn
 
     def sleep(self, place: int, turn: int, seconds: float) -> bool:
         """Sleep until somebody rings who released the gate after `turn` returned, or a signal
