@@ -234,7 +234,9 @@ def _rung_before(
     """
     left = line
 
-    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+    def trace(
+        frame: FrameType, event: str, _: object
+    ) -> Callable[..., object] | None:
         nonlocal left
         if frame.f_code is not GateBell.turn.__code__:
             return None
