@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda import Cache, KVLayout, Namespace
 from pagoda.ledger.columns import Columns
 from pagoda.policy import Newcomers, make
 from pagoda.policy.hindsight import Hindsight, ShadowLru, WeighedLru
@@ -139,6 +140,20 @@ def test_computation_and_not_chunks_says_whether_lru_would_have_saved_more() -> 
     assert not weighed.wins
 
 
+def test_the_order_follows_the_rival_that_counts_computation() -> None:
+    columns = columns_of()
+    columns.hits[:] = 0
+    columns.last_use[:] = START - 50 * SECOND
+    columns.position[1::2] = 40
+    columns.last_use[::2] += 10
+    policy = taught(columns, COST)
+    assert policy._weighed is not None
+    policy._weighed.wins = True
+    # least recently used: by recency alone
+    oldest = policy.victims(SLOTS // 2, START, START)
+    assert (oldest % 2).all()
+
+
 def test_old_counts_are_halved() -> None:
     columns = columns_of_shadow()
     shadow = ShadowLru(columns)
@@ -179,3 +194,32 @@ def test_what_is_saved_is_counted_for_every_policy() -> None:
             chunks + chunks**2 / (2 * even) for chunks in (10, 20)
         )
         assert outcome.saved_rate == pytest.approx(3 * served / (4 * all_of_it))
+
+
+def test_a_cache_says_its_objective_and_what_came_too_late(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = KVLayout.opaque(4, 32, "objectives")
+    root = shm_root / "host"
+    first, second = (
+        Cache(
+            namespace=Namespace("objectives"),
+            layout=layout,
+            host_path=root,
+            host_size="1MiB",
+            objective=objective,
+        )
+        for objective in ("compute", "chunks")
+    )
+    with first, second:
+        # one ledger for both
+        assert first.stats()["objective"] == "compute"
+        assert second.stats()["objective"] == "compute"
+        assert "has objective compute" in caplog.text
+    with Cache(
+        namespace=Namespace("objectives"),
+        layout=layout,
+        host_path=root,
+        host_size="1MiB",
+    ) as plain:
+        assert "objective" not in plain.stats()
