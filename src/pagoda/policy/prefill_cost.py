@@ -76,4 +76,5 @@ def objective_of(cost: PrefillCost | None) -> str:
 
 
 def _bounded(positions: NDArray[np.integer]) -> Costs:
-    return np.minimum(positions, _MOST_POSITION).astype(np.float64)
+    bounded: Costs = np.minimum(positions, _MOST_POSITION).astype(np.float64)
+    return bounded

@@ -305,7 +305,7 @@ def _print_cells(
             "chunks": cell.chunks,
             "bytes": printing.size(cell.chunks * slot_bytes),
             "hit rate": printing.share(cell.hit_rate, 1),
-            "prefill saved": printing.share(cell.saved_rate, 1),
+            "saved": printing.share(cell.saved_rate, 1),
             "optimum": printing.share(optimum[cell.chunks].hit_rate, 1),
             "of what is possible": printing.share(cell.hit_rate, trace.infinite),
             "written": cell.chunks_written,

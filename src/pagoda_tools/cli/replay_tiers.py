@@ -332,7 +332,7 @@ def _alone(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
         "optimum",
         "prefill tokens saved",
         "of all",
-        "prefill saved",
+        "saved",
     )
     printing.print_table("each prompt alone", columns, rows)
     if cold := found[0].cold_seconds:
