@@ -28,7 +28,6 @@ _ENDINGS = {
     "stop": Ending.TURN,
 }
 _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
-_NAMED = 3  # what a `TierOutcome` takes over of its `TierSpec`
 
 
 class TierSpec(NamedTuple):
@@ -38,6 +37,11 @@ class TierSpec(NamedTuple):
     chunks: int
     policy: str
     cost: PrefillCost | None = None
+
+    @property
+    def told(self) -> tuple[str, int, str]:
+        """What a `TierOutcome` takes over."""
+        return self.name, self.chunks, self.policy
 
 
 class TierOutcome(NamedTuple):
@@ -245,7 +249,7 @@ class Simulation:
         """Return the results of all requests so far."""
         tiers = (
             TierOutcome(
-                *spec[:_NAMED],
+                *spec.told,
                 tier.hits,
                 tier.written,
                 tier.evicted,
@@ -383,7 +387,7 @@ def _by_dictionaries(
         prefill.add(request, end)
     outcomes = (
         TierOutcome(
-            *spec[:_NAMED], count, tier.written, tier.evicted, tier.refused
+            *spec.told, count, tier.written, tier.evicted, tier.refused
         )
         for spec, count, tier in zip(specs, hits, tiers, strict=True)
     )
