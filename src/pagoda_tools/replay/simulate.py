@@ -386,9 +386,7 @@ def _by_dictionaries(
         served.append(tuple(counts))
         prefill.add(request, end)
     outcomes = (
-        TierOutcome(
-            *spec.told, count, tier.written, tier.evicted, tier.refused
-        )
+        TierOutcome(*spec.told, count, tier.written, tier.evicted, tier.refused)
         for spec, count, tier in zip(specs, hits, tiers, strict=True)
     )
     found = SimulatedOutcome(
