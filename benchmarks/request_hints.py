@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from policies_streams import TRACES
 
 from pagoda.cache.request_trace import Request, read_trace
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda_tools.replay.optimum import optimum
 from pagoda_tools.replay.simulate import (
     SimulatedOutcome,
@@ -265,6 +266,7 @@ _STREAMS: dict[str, Callable[[Path, int], Stream]] = {
     "chat": chat,
     "wrong": unseen_mix,
     "hostile": unseen_mix,
+    "objective": tuned_mix,
 }
 _TITLES = {
     "tuned": "Coding agents on which the hints were tuned",
@@ -273,6 +275,7 @@ _TITLES = {
     "chat": "Chat alone: nothing was tuned on it",
     "wrong": "Unseen agents with wrong and hostile hints",
     "hostile": "Unseen agents beside a tenant who is hostile",
+    "objective": "What is served and saved with each objective",
 }
 
 
@@ -375,8 +378,107 @@ _HOSTILE_HEADS = (
 )  # fmt: skip
 
 
+_OBJECTIVE_SEEDS = {"tuned": _TUNED_SEEDS, "unseen": (1, 2), "chat": (0,)}
+
+
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """The results of one cell with each objective, without hints and with them: shares of the
+    chunks served, and of the computation saved.
+    """
+
+    part: str
+    stream: str
+    seed: int
+    chunks: int
+    share: float
+    lru: tuple[float, float]
+    chunks_without: tuple[float, float]
+    compute_without: tuple[float, float]
+    chunks_hints: tuple[float, float]
+    compute_hints: tuple[float, float]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the cells of the table's row."""
+        return (
+            f"{self.stream} {self.seed}" if self.seed else self.stream,
+            f"{100 * self.share:.0f} %",
+            f"{self.chunks:,}",
+            *(
+                f"{100 * hits:.2f}, {100 * saved:.2f}"
+                for hits, saved in (
+                    self.lru,
+                    self.chunks_without,
+                    self.compute_without,
+                    self.chunks_hints,
+                    self.compute_hints,
+                )
+            ),
+        )
+
+
+_OBJECTIVE_HEADS = (
+    "stream", "of all", "chunks", "LRU", "chunks, without", "compute, without", "chunks, hints",
+    "compute, hints",
+)  # fmt: skip
+
+
+def play_objective(traces: Path, cell: HintCell) -> ObjectiveRow:
+    """Replay one cell with LRU and each objective. `cell.wrong`: which stream."""
+    stream = _STREAMS[cell.wrong](traces, cell.seed)
+    distinct = len({block for request in stream for block in request.hash_ids})
+    chunks = int(distinct * cell.share)
+    cost = PrefillCost.of_chunks(stream[0].chunk_tokens)
+
+    def rates(
+        policy: str, cost: PrefillCost | None, with_hints: bool
+    ) -> tuple[float, float]:
+        tier = [TierSpec("tier", chunks, policy, cost)]
+        found = simulate(stream, tier, with_hints=with_hints)
+        return found.hit_rate, found.saved_rate
+
+    return ObjectiveRow(
+        cell.part, cell.wrong, cell.seed, chunks, chunks / distinct,
+        rates("lru", None, False),
+        *(
+            rates("hindsight", each, with_hints)
+            for with_hints in (False, True)
+            for each in (None, cost)
+        ),
+    )  # fmt: skip
+
+
+def objective_summary(rows: Sequence[ObjectiveRow]) -> list[str]:
+    """Return what computation saves more with the objective that is named so, in points."""
+    lines = []
+    for name, one, other in (
+        ("without hints", "compute_without", "chunks_without"),
+        ("with hints", "compute_hints", "chunks_hints"),
+    ):
+        gained, lost = (
+            [
+                100 * (getattr(row, one)[at] - getattr(row, other)[at])
+                for row in rows
+            ]
+            for at in (1, 0)
+        )
+        lines.append(
+            f"{name}: saved {min(gained):+.2f} to {max(gained):+.2f}, median "
+            f"{median(gained):+.2f}; hits {min(lost):+.2f} to {max(lost):+.2f}"
+        )
+    return lines
+
+
 def cells(part: str, seeds: int) -> list[HintCell]:
     """Return the cells of a part."""
+    if part == "objective":
+        return [
+            HintCell(part, seed, share, 0, stream)
+            for stream, numbers in _OBJECTIVE_SEEDS.items()
+            for seed in numbers
+            for share in _SHARES[:2]
+        ]
     if part == "chat":
         return [HintCell(part, 0, 0.0, size) for size in _CHAT_SIZES]
     if part == "mix":
@@ -429,10 +531,15 @@ def play_hostile(traces: Path, cell: HintCell) -> HostileRow:
     )  # fmt: skip
 
 
-def play(traces: Path, cell: HintCell) -> HintRow | HostileRow:
+Row = HintRow | HostileRow | ObjectiveRow
+
+
+def play(traces: Path, cell: HintCell) -> Row:
     """Replay one cell: LRU, hindsight without hints and with them, and the optimum."""
     if cell.part == "hostile":
         return play_hostile(traces, cell)
+    if cell.part == "objective":
+        return play_objective(traces, cell)
     make = _STREAMS[cell.part]
     stream = make(traces, cell.seed)
     distinct = len({block for request in stream for block in request.hash_ids})
@@ -519,7 +626,7 @@ def main() -> None:
     for name in (_AGENTS, _CHAT):
         if not (options.traces / name).exists():
             parser.error(f"{options.traces / name} is not here: see --traces")
-    found: dict[str, list[HintRow | HostileRow]] = {}
+    found: dict[str, list[Row]] = {}
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         for part in options.only or _STREAMS:
             todo = cells(part, options.seeds)
@@ -534,11 +641,20 @@ def main() -> None:
         print(f"\n#### {_TITLES[part]}\n")
         hinted = [row for row in rows_of_part if isinstance(row, HintRow)]
         hostile = [row for row in rows_of_part if isinstance(row, HostileRow)]
-        heads = _HEADS if hinted else _HOSTILE_HEADS
+        judged = [row for row in rows_of_part if isinstance(row, ObjectiveRow)]
+        heads = (
+            _HEADS if hinted else _HOSTILE_HEADS if hostile else _OBJECTIVE_HEADS
+        )
         lines = [heads, ["---"] + ["--:"] * (len(heads) - 1)]
         lines += [row.texts for row in rows_of_part]
         print("\n".join("| " + " | ".join(line) + " |" for line in lines))
-        said = summary(part, hinted) if hinted else hostile_summary(hostile)
+        said = (
+            summary(part, hinted)
+            if hinted
+            else hostile_summary(hostile)
+            if hostile
+            else objective_summary(judged)
+        )
         print("\n" + "\n".join(f"- {line}" for line in said))
 
 

@@ -16,6 +16,7 @@ from pagoda.cache.caller_hints import EndingName
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
+from pagoda.policy import DEFAULT_OBJECTIVE
 from pagoda.testing.fake_clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.remote.remote_tier import RemoteTier
@@ -62,8 +63,11 @@ class Live:
         remote: StoreClient | None = None,
         at_ms: float = 0.0,
         with_hints: bool = False,
+        objective: str = DEFAULT_OBJECTIVE,
     ) -> None:
-        """Open it. `with_hints`: it is told what the requests of the trace say of themselves."""
+        """Open it. `with_hints`: it is told what the requests of the trace say of themselves.
+        `objective`: of the local tiers.
+        """
         self._with_hints = with_hints
         self.clock = FakeClock(1_000.0 + at_ms / 1e3)
         self.hits: Counter[str] = Counter()  # served chunks by tier
@@ -75,6 +79,7 @@ class Live:
                     root / "host",
                     host * LAYOUT.slot_bytes,
                     policy=policy,
+                    objective=objective,
                     clock=self.clock,
                 )
             )
@@ -88,6 +93,7 @@ class Live:
                     # as fast as possible: the disk is not under test
                     direct=False,
                     policy=policy,
+                    objective=objective,
                     queue_chunks=1 << 16,
                     clock=self.clock,
                 )
@@ -131,27 +137,29 @@ class Live:
 
     def ask(self, request: Request) -> Rate:
         """Retrieve a prompt and store it at its time; all writes to lower tiers are done on
-        return.
+        return. What is served must be what was stored.
         """
         self.clock.advance(max(0.0, request.timestamp_ms - self._now_ms) / 1e3)
         self._now_ms = max(self._now_ms, request.timestamp_ms)
         self._keep_up()
         tokens = tokens_of(request.hash_ids)
-        kv = BlockKV(
-            np.zeros(
-                (max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8
-            ),
-            LAYOUT,
+        memory = np.zeros(
+            (max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8
         )
+        kv = BlockKV(memory, LAYOUT)
         hints = hints_of(request) if self._with_hints else None
         hit = self.cache.retrieve(tokens, kv, hints=hints)
+        wanted = _bytes_of(request.hash_ids)
+        served = hit.num_tokens // CHUNK
+        assert np.array_equal(memory[:served], wanted[:served])
+        memory[: len(wanted)] = wanted
         self.cache.store(tokens, kv, hints=hints)
         self.hits.update(
             {tier: tokens // CHUNK for tier, tokens in hit.by_tier.items()}
         )
         if len(self._tiers) > 1 or not isinstance(self._tiers[0], HostTier):
             assert self.cache.flush(100)
-        return Rate(len(request.hash_ids), hit.num_tokens // CHUNK)
+        return Rate(len(request.hash_ids), served)
 
     def _keep_up(self) -> None:
         """Let the policies learn as often as the ledgers' threads would, and as the simulator
@@ -198,6 +206,12 @@ def tokens_of(ids: tuple[int, ...]) -> npt.NDArray[np.int32]:
         .astype(np.int32)
         .reshape(-1)
     )
+
+
+def _bytes_of(ids: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return what the chunks of these ids contain, one row for each."""
+    each = np.array(ids, np.uint64).view(np.uint8).reshape(-1, 8)
+    return np.tile(each, (1, LAYOUT.chunk_bytes // 8))
 
 
 def simulated(requests: Iterable[Request], chunks: int, policy: str) -> float:

@@ -50,6 +50,26 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     assert configured["policy"] == "lru"
 
 
+def test_each_objective_is_a_run_with_what_it_saves(trace: Path) -> None:
+    size = ("--capacity-chunks", 4)
+    both = ("--objective", "chunks", "--objective", "compute")
+    policies = ("--policy", "hindsight", "--policy", "lru")
+    found = answer("replay", trace, *size, *policies, *both)["runs"]
+    named = [(run["policy"], run["objective"]) for run in found]
+    assert named == [
+        ("hindsight", "chunks"),
+        ("hindsight", "compute"),
+        ("lru", "chunks"),
+    ]
+    assert all(0 < run["prefill_saved"] < 1 for run in found)
+    configured = answer("replay", trace, *size, PAGODA_OBJECTIVE="compute")
+    assert configured["objective"] == "compute"
+    tiers = ("--host", "16KiB", "--disk", "64KiB", "--bytes-per-token", 1)
+    told = answer("replay", trace, *tiers, *both)["runs"]
+    assert [run["objective"] for run in told] == ["chunks", "compute"]
+    assert all("prefill_saved" in run for run in told)
+
+
 @pytest.mark.slow
 def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
     assert (
@@ -290,6 +310,12 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     )
     assert "arc: was removed; write hindsight" in refused(
         "replay", trace, *some, "--policy", "arc"
+    )
+    assert "did you mean compute?" in refused(
+        "replay", trace, *some, "--objective", "computing"
+    )
+    assert "lru has one order for all; use --policy hindsight" in refused(
+        "replay", trace, *some, "--policy", "lru", "--objective", "compute"
     )
     assert "--png needs --curve" in refused(
         "replay", trace, *some, "--png", "x.png"

@@ -182,7 +182,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ],
         [
             "policy tier size",
-            "policy hit rate optimum prefill tokens saved of all",
+            "policy hit rate optimum prefill tokens saved of all saved",
             "p90 p99",
         ],
     ),

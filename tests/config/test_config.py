@@ -98,6 +98,7 @@ def test_a_directory_that_another_process_removes_meanwhile_is_no_file(
         ("io_threads", 1000, "to 64"),
         ("queue_chunks", 0, "from 1"),
         ("policy", "l r u", "did you mean lru?"),
+        ("objective", "computer", "did you mean compute?"),
     ],
 )
 def test_a_bad_value_names_the_option_the_value_and_what_to_do(
@@ -118,6 +119,9 @@ def test_options_that_need_each_other() -> None:
         Config(disk_path="/var/cache/kv")
     with pytest.raises(ConfigError, match="its own directory"):
         Config(host_path="/tmp/kv", disk_path="/tmp/kv", disk_size="1GiB")
+    with pytest.raises(ConfigError, match="set policy = 'hindsight'"):
+        Config(objective="compute", policy="lru")
+    assert Config(objective="compute").policy == "hindsight"
 
 
 def test_every_option_has_a_check_and_a_sentence() -> None:

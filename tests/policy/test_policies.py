@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from pagoda.policy import Hints, Policy, make
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.testing import PolicyConformance
 
 
-@pytest.mark.parametrize("name", ["lru", "hindsight"])
+@pytest.mark.parametrize("name", ["lru", "hindsight", "compute"])
 class _Named(PolicyConformance):
     @pytest.fixture(autouse=True)
     def _choose(self, name: str) -> None:
         self.name = name
 
     def make_policy(self, hints: Hints) -> Policy:
+        if self.name == "compute":
+            return make("hindsight", hints, PrefillCost(3.0))
         return make(self.name, hints)
 
 

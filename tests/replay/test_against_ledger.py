@@ -20,6 +20,7 @@ from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.ledger import Ledger, Refused, Reserved, admin
 from pagoda.ledger.request_contexts import Asked
 from pagoda.ledger.upkeep_thread import UpkeepThread
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.policy.reuse_context import Ending
 from pagoda.testing.fake_clock import FakeClock
 from pagoda_tools.replay import Request, Simulation, TierSpec
@@ -38,11 +39,18 @@ class Real:
     """
 
     def __init__(
-        self, root: Path, slots: int, policy: str, with_hints: bool = False
+        self,
+        root: Path,
+        slots: int,
+        policy: str,
+        with_hints: bool = False,
+        cost: PrefillCost | None = None,
     ) -> None:
         self._clock = FakeClock()
         self._policy = policy
-        self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
+        self.ledger = Ledger.open(
+            spec(root, slots), policy, self._clock, cost=cost
+        )
         if with_hints:
             assert self.ledger.contexts.keep()
         self.ledger.namespaces.register(TENANT, {"model": "test"})
@@ -139,17 +147,18 @@ def compare(
     requests: Sequence[Request],
     every: int = 1,
     with_hints: bool = False,
+    cost: PrefillCost | None = None,
 ) -> Simulation:
     """Play the requests to both; they must agree after each (or so many) in all that a policy
     reads.
     """
-    tier = TierSpec("tier", slots, policy)
+    tier = TierSpec("tier", slots, policy, cost)
     simulation = Simulation([tier], with_hints=with_hints)
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
         try:
-            real = Real(root, slots, policy, with_hints)
+            real = Real(root, slots, policy, with_hints, cost)
             begun_ms = requests[0].timestamp_ms if requests else 0.0
             for number, asked in enumerate(requests):
                 asked = replace(asked, timestamp_ms=asked.timestamp_ms - begun_ms)
@@ -309,6 +318,24 @@ def test_hinted_requests_hit_and_evict_as_in_the_ledger(seed: int) -> None:
     assert told.tiers[0].evicted
     # the control: without hints other chunks are served
     plain = Simulation([TierSpec("tier", 64, "hindsight")])
+    for asked in requests:
+        plain.request(asked)
+    assert told.hits != plain.outcome().hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_hints", [False, True])
+def test_computation_is_weighed_as_in_the_ledger(with_hints: bool) -> None:
+    cost = PrefillCost(4.0)
+    requests = stream(5, 500, 12, 40)
+    if with_hints:
+        requests = hinted(requests, 5)
+    told = compare(
+        64, "hindsight", requests, 25, with_hints=with_hints, cost=cost
+    ).outcome()
+    assert told.tiers[0].evicted
+    # the control: other chunks are served without the weights
+    plain = Simulation([TierSpec("tier", 64, "hindsight")], with_hints=with_hints)
     for asked in requests:
         plain.request(asked)
     assert told.hits != plain.outcome().hits

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from benchmarks import streams
 from pagoda.ledger import admin, table_integrity
 from pagoda.ledger.ghost_table import marks_of
+from pagoda.policy import OBJECTIVES, prefill_cost
 from pagoda.policy.hindsight import _SharedValues
 from pagoda_tools.replay import Request, TierSpec, simulate
 from pagoda_tools.replay.simulate import simulate_each
@@ -211,6 +212,88 @@ def test_hints_serve_what_the_simulator_says(shm_root: Path) -> None:
     assert rate.share == pytest.approx(wanted, abs=0.005)
     # the control: these hints, which are made up, change what is served
     assert abs(simulate(told, tier).hit_rate - wanted) > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_hints", [False, True])
+def test_computation_is_saved_as_the_simulator_says(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, with_hints: bool
+) -> None:
+    # chunks of the trace have two tokens: attention counts from the start
+    monkeypatch.setattr(prefill_cost, "EVEN_TOKENS", CHUNK)
+    told = [
+        replace(one, chunk_tokens=CHUNK)
+        for one in hinted(stream(5, 500, 12, 40), 5)
+    ]
+    live = Live(
+        shm_root,
+        "hindsight",
+        host=64,
+        with_hints=with_hints,
+        objective="compute",
+    )
+    assert live.cache.stats()["objective"] == "compute"
+    rate = live.play(told)
+    live.close()
+    cost = prefill_cost.cost_of("compute", CHUNK)
+    wanted = simulate(
+        told, [TierSpec("host", 64, "hindsight", cost)], with_hints=with_hints
+    )
+    assert rate.share == pytest.approx(wanted.hit_rate, abs=0.005)
+    # the control: chunks alone are served otherwise
+    plain = simulate(
+        told, [TierSpec("host", 64, "hindsight")], with_hints=with_hints
+    )
+    assert abs(plain.hit_rate - wanted.hit_rate) > 0.01
+
+
+def _one_of_two_objectives(
+    root: Path, number: int, barrier: Barrier
+) -> tuple[str, Rate]:
+    """Play the trace in turns with another process, which has another objective; each retrieve
+    compares what it reads.
+    """
+    prefill_cost.EVEN_TOKENS = CHUNK
+    requests = stream(9, SHARED // 2, 12, 40)
+    objective = OBJECTIVES[number]
+    live = Live(root, "hindsight", host=64, objective=objective)
+    rate = Rate()
+    for turn, at in enumerate(range(0, len(requests), TURN)):
+        barrier.wait(PATIENT_SECONDS)
+        if turn % 2 == number:
+            played = live.play(requests[at : at + TURN])
+            rate = Rate(rate.accesses + played.accesses, rate.hits + played.hits)
+    barrier.wait(PATIENT_SECONDS)
+    found = live.ledgers[0].objective
+    live.close()
+    return found, rate
+
+
+@pytest.mark.slow
+def test_two_processes_with_two_objectives_share_a_store(shm_root: Path) -> None:
+    with (
+        SPAWN.Manager() as manager,
+        ProcessPoolExecutor(2, mp_context=SPAWN) as pool,
+    ):
+        barrier = manager.Barrier(2)
+        both = [
+            pool.submit(_one_of_two_objectives, shm_root, number, barrier)
+            for number in (0, 1)
+        ]
+        results = [one.result(PATIENT_SECONDS) for one in both]
+    assert [objective for objective, _ in results] == list(OBJECTIVES)
+    total = Rate(
+        sum(rate.accesses for _, rate in results),
+        sum(rate.hits for _, rate in results),
+    )
+    alone = simulated(stream(9, SHARED // 2, 12, 40), 64, "hindsight")
+    assert total.share == pytest.approx(alone, abs=0.05)
+    live = Live(shm_root, "hindsight", host=64, at_ms=10**8)
+    report = admin.check(live.ledgers[0])
+    assert report.stale_hints == 0
+    assert report.gauges["reserved"] == 0
+    assert report.gauges["ready"] + report.gauges["free"] == 64
+    live.close()
 
 
 @pytest.mark.slow

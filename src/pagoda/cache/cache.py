@@ -63,6 +63,7 @@ from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
+from pagoda.policy import DEFAULT_OBJECTIVE
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
@@ -1072,6 +1073,10 @@ class Cache:
             "models": usage_by_model(meters),
             "tenants": usage_by_tenant(meters),
         }
+        # that of another cache of this process, if it opened the store first
+        found = {ledger.objective for _, ledger in self._tiers.ledgers()}
+        if found - {DEFAULT_OBJECTIVE}:
+            stats["objective"] = max(found)
         if hints := resources.hints.stats():
             stats["hints"] = hints
         if left_out := resources.left_out():

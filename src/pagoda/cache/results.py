@@ -214,6 +214,8 @@ class CacheStats(TypedDict):
     # hit rate, tokens and saved seconds: see `usage_by_model`, `usage_by_tenant`
     models: list[dict[str, object]]
     tenants: list[dict[str, object]]
+    # what the policy of a local tier serves most of, if not chunks
+    objective: NotRequired[str]
     # what became of request hints in this process: answer -> hint and why -> how many
     hints: NotRequired[dict[str, dict[str, int]]]
     # the tiers that could not be opened at the start, and why

@@ -40,6 +40,7 @@ from pagoda.config.remote_urls import (
     parse_peer,
 )
 from pagoda.config.sizes import AUTO, auto_bytes
+from pagoda.policy import DEFAULT_OBJECTIVE, Objective
 
 __all__ = [
     "Config",
@@ -204,6 +205,13 @@ class Config:
         ),
         option_values.one_of(policies.NAMES, policies.REMOVED),
     )
+    objective: Objective = _option(  # noqa: RUF009
+        DEFAULT_OBJECTIVE,
+        (
+            "What 'hindsight' serves most of: 'chunks', or 'compute', the computation that hits "
+            "save."
+        ),
+    )
     hints: HintMode = _option(  # noqa: RUF009
         "auto",
         (
@@ -275,6 +283,14 @@ class Config:
                 option.name,
                 option_values.checked(option, getattr(self, option.name)),
             )
+        try:
+            policies.require_weighing(
+                self.policy, self.objective != DEFAULT_OBJECTIVE
+            )
+        except ValueError as trouble:
+            raise ConfigError(
+                f"objective = {self.objective!r}: {trouble}"
+            ) from None
         if len(self.peers) > MOST_PEERS and not self.lookup:
             raise ConfigError(
                 f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; "
@@ -470,6 +486,7 @@ class ConfigOptions(TypedDict, total=False):
     io_threads: int
     queue_chunks: int
     policy: str
+    objective: Objective
     hints: HintMode
     record: str | os.PathLike[str]
     prompt_log: bool

@@ -19,6 +19,7 @@ from pagoda.config.did_you_mean import did_you_mean, name_of_another_cache
 from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import parse_lookup, peers_of, split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
+from pagoda.policy import Objective
 
 if TYPE_CHECKING:
     from pagoda.config import Config
@@ -301,6 +302,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 _WORDS = (
     ("WritePolicy", WritePolicy),
+    ("Objective", Objective),
     ("HintMode", HintMode),
     ("LogFormat", LogFormat),
     ("DiskCodec", DiskCodec),

@@ -27,6 +27,7 @@ from pagoda.ledger.locks import DeadlineMissedError
 from pagoda.ledger.retained_chunks import RetainedChunks
 from pagoda.policy import HITS_CELLS, Newcomers
 from pagoda.policy.hindsight import Hindsight, HintedHindsight
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.policy.request_hints import ContextWriter, RequestHint
 
 GHOST_REASONS = (
@@ -55,10 +56,13 @@ class Evictor:
     `time.monotonic()` tells it; by default a call waits up to a second for other threads.
     """
 
-    def __init__(self, policy: str, columns: Columns) -> None:
+    def __init__(
+        self, policy: str, columns: Columns, cost: PrefillCost | None = None
+    ) -> None:
+        """`cost`: what the policy counts in place of chunks. ValueError as `policy.make`."""
         self.policy = policy
         self._columns = columns
-        self._policy = policies.make(policy, columns)
+        self._policy = policies.make(policy, columns, cost)
         # an RLock, because it knows its owner; it is never taken twice
         self._lock = threading.RLock()
         # whether this thread is
@@ -131,6 +135,7 @@ class Evictor:
         refuse_all: bool = False,
         already_admitted: bool = False,
         arriving: int = 0,
+        stamp: int = 0,
         until: float | None = None,
     ) -> tuple[int, NDArray[np.uint32]]:
         """Return how many newcomers, in chain order, are admitted, and the hits with which each
@@ -141,7 +146,7 @@ class Evictor:
 
         `admit_all`, `refuse_all`: overrule the policy, which is still informed. `already_admitted`:
         an earlier call admitted all of them; only their hits are returned. `arriving`: the context
-        that they will have.
+        that they will have. `stamp`: of the request, so that the policy knows their positions.
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
@@ -151,7 +156,9 @@ class Evictor:
         contexts = ghosts.recall_contexts(marks)
         if self._retained.is_due(now):
             self._run(lambda: self._retained.renew(now), until)
-        newcomers = Newcomers(stamps, known_hits, last_use, contexts, arriving)
+        newcomers = Newcomers(
+            stamps, known_hits, last_use, contexts, arriving, stamp
+        )
         count = self._run(lambda: self._policy.admit(newcomers, room, now), until)
         count = len(marks) if admit_all else 0 if refuse_all else count
         hits = known_hits + (last_use > 0)
@@ -167,7 +174,12 @@ class Evictor:
         return count, hits
 
     def refuse(
-        self, marks: Marks, stamps: Rows, now: int, arriving: int = 0
+        self,
+        marks: Marks,
+        stamps: Rows,
+        now: int,
+        arriving: int = 0,
+        stamp: int = 0,
     ) -> None:
         """Record requests for newcomers that follow one that was not admitted."""
         with contextlib.suppress(DeadlineMissedError):
@@ -178,6 +190,7 @@ class Evictor:
                 now,
                 refuse_all=True,
                 arriving=arriving,
+                stamp=stamp,
             )
 
     def victims(

@@ -78,6 +78,7 @@ from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard, in_use, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
+from pagoda.policy.prefill_cost import PrefillCost, objective_of
 
 log = guarded_logger("pagoda")
 
@@ -179,7 +180,9 @@ class Ledger:
     `match_prefix`.
     """
 
-    def __init__(self, session: Session, policy: str) -> None:
+    def __init__(
+        self, session: Session, policy: str, cost: PrefillCost | None = None
+    ) -> None:
         state = session.store.state
         self.session = session
         self.directory: Path = session.store.directory
@@ -202,6 +205,7 @@ class Ledger:
         self._closing = self._borrowed = False
         self._thread_of = here()  # the process whose thread closes or borrows it
         self._policy = policy
+        self._cost = cost
         self.pages = SlabPages(session)
         ask = partial(_pages_of, clock=session.clock)
         self.space = SpaceShare(session, self.pages, ask)
@@ -219,10 +223,15 @@ class Ledger:
         self._looks_again = 0.0
         self.window = window(self.slots)
 
+    @property
+    def objective(self) -> str:
+        """What the policy of this process serves most of."""
+        return objective_of(self._cost)
+
     @per_process
     def evictor(self) -> Evictor:
         """The policy: what a parent's has learned of its requests is its own."""
-        return Evictor(self._policy, self.columns)
+        return Evictor(self._policy, self.columns, self._cost)
 
     @per_process
     def contexts(self) -> RequestContexts:
@@ -257,12 +266,18 @@ class Ledger:
         policy: str = "lru",
         clock: Clock | None = None,
         deadline_seconds: float = 60.0,
+        cost: PrefillCost | None = None,
     ) -> Ledger:
         """Open or create the store. StoreError or NoRoomError with the remedy; ValueError for an
-        unknown policy.
+        unknown policy. `cost`: see `Evictor`.
         """
         return cls._shared(
-            spec, policy, clock or Clock(), deadline_seconds, create=True
+            spec,
+            policy,
+            clock or Clock(),
+            deadline_seconds,
+            create=True,
+            cost=cost,
         )
 
     @classmethod
@@ -317,6 +332,7 @@ class Ledger:
         deadline_seconds: float,
         create: bool,
         borrowed: bool = False,
+        cost: PrefillCost | None = None,
     ) -> Ledger:
         until = time.monotonic() + deadline_seconds
         if spec.private and create:
@@ -353,7 +369,7 @@ class Ledger:
             if opens:
                 with os_errors_mapped(spec.root / spec.name):
                     ledger = cls._opened(
-                        spec, policy, clock, until, create, borrowed
+                        spec, policy, clock, until, create, borrowed, cost
                     )
                 ledger._borrowed = borrowed
                 with changed:
@@ -378,7 +394,7 @@ class Ledger:
                     ledger.session.recover(_left(until))
                     ledger._end_clears()
                 elif create:
-                    ledger._warn_of_others(spec, policy)
+                    ledger._warn_of_others(spec, policy, cost)
                 asked = spec.limit_bytes, spec.first_bytes
                 if create and asked not in ledger._asked:
                     _with_space(partial(ledger.space.fit_to_limit, *asked), until)
@@ -395,6 +411,7 @@ class Ledger:
         until: float,
         create: bool,
         locked: bool,
+        cost: PrefillCost | None,
     ) -> Ledger:
         store = _with_space(
             lambda seconds: open_store(spec, clock, seconds, create, locked),
@@ -405,7 +422,7 @@ class Ledger:
             session = Session(store, clock, _left(until))
             undo.pop_all()
             undo.callback(session.close)
-            ledger = cls(session, policy)
+            ledger = cls(session, policy, cost)
             undo.pop_all()
         return ledger
 
@@ -446,13 +463,19 @@ class Ledger:
         self._uses += 1
         return self
 
-    def _warn_of_others(self, spec: StoreSpec, policy: str) -> None:
+    def _warn_of_others(
+        self, spec: StoreSpec, policy: str, cost: PrefillCost | None
+    ) -> None:
         """Log which wishes of one more user in this process have no effect, since the store was
         already open.
         """
         if policy != self._policy:
             text = "%s has policy %s as long as this process has it open, not the %s asked for"
             log.warning(text, self.directory, self._policy, policy)
+        elif cost != self._cost:
+            text = "%s has objective %s as long as this process has it open, not the %s asked for"
+            own, wanted = map(objective_of, (self._cost, cost))
+            log.warning(text, self.directory, own, wanted)
         warn_of_slots(self.directory, self.slots, spec)
 
     # ---- storing
@@ -778,7 +801,9 @@ class Ledger:
         stamps = request.stamp - request.start - np.array(new)
         if hindrance is Reason.NOT_ADMITTED:
             context = self.contexts.context_of(request)
-            self.evictor.refuse(marks, stamps, self._now(), context)
+            self.evictor.refuse(
+                marks, stamps, self._now(), context, request.stamp
+            )
         elif hindrance is None:
             leading, hits = self.evictor.admit(
                 marks,
@@ -788,6 +813,7 @@ class Ledger:
                 admit_all=request.admit_all,
                 already_admitted=request.already_admitted,
                 arriving=self.contexts.context_of(request),
+                stamp=request.stamp,
                 until=until,
             )
             request.hits.update(zip(new, hits.tolist(), strict=True))
@@ -830,7 +856,9 @@ class Ledger:
         """Record requests for keys after a key that was not admitted. Changes ghosts only."""
         if keys:
             stamps = stamp - start - np.arange(len(keys))
-            self.evictor.refuse(marks_of(keys), stamps, self._now(), context)
+            self.evictor.refuse(
+                marks_of(keys), stamps, self._now(), context, stamp
+            )
 
     def _reserve_batch(
         self, request: allocation.ReserveRequest, batch: range, until: float

@@ -15,6 +15,7 @@ Modules, in the order in which data reaches them:
     reuse_context   the same for chunks of which more is known: whose they are, and how the answer
                     ended
     request_hints   writes what a request says of itself into the contexts of its chunks
+    prefill_cost    what computing a chunk costs, for `objective = "compute"`
     write_price     which newcomers bring too little to be written
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used
@@ -24,15 +25,20 @@ Modules, in the order in which data reaches them:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pagoda.policy.prefill_cost import PrefillCost
+
 
 NAMES = ("hindsight", "lru")
 DEFAULT = "hindsight"
+Objective = Literal["chunks", "compute"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+DEFAULT_OBJECTIVE: Objective = "chunks"
 REMOVED = {
     "arc": "was removed; write hindsight, which mostly serves more",
     "fifo": "was removed; write lru, which serves as much or more",
@@ -121,6 +127,8 @@ class Newcomers(NamedTuple):
     last_use: NDArray[np.int64]  # from its ghost; 0: it has no ghost
     contexts: NDArray[np.uint16] | None = None  # from its ghost
     arriving: int = 0  # the context that all will have
+    # of their request: less the stamp of each, this is its position
+    stamp: int = 0
 
 
 class Policy(Protocol):
@@ -197,16 +205,31 @@ class Policy(Protocol):
         """
 
 
-def make(name: str, hints: Hints) -> Policy:
-    """Return the policy of that name over these columns; ValueError for an unknown name."""
+def make(name: str, hints: Hints, cost: PrefillCost | None = None) -> Policy:
+    """Return the policy of that name over these columns. ValueError for an unknown name, or for one
+    that weighs nothing by this `cost`.
+    """
     from pagoda.policy.hindsight import Hindsight
     from pagoda.policy.lru import Lru
 
-    policies: tuple[type[Lru | Hindsight], ...] = (Hindsight, Lru)
     if name in REMOVED:
         raise ValueError(f"policy {name!r} {REMOVED[name]}")
     if name not in NAMES:
         raise ValueError(
             f"unknown policy {name!r}; choose one of {', '.join(NAMES)}"
         )
-    return policies[NAMES.index(name)](hints)
+    if name == "lru":
+        require_weighing(name, cost is not None)
+        return Lru(hints)
+    return Hindsight(hints, cost)
+
+
+def require_weighing(name: str, computes: bool) -> None:
+    """Raise ValueError if `objective` is "compute" and the policy of that name does not learn what
+    chunks are worth.
+    """
+    if computes and name != DEFAULT:
+        raise ValueError(
+            f"policy {name!r} has one order for all; set policy = {DEFAULT!r}, or "
+            f"objective = {DEFAULT_OBJECTIVE!r}"
+        )

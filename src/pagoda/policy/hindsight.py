@@ -7,7 +7,8 @@ admitted; this begins when as many chunks were asked for again as there are slot
 is learned the order is least recently used: until some chunks were asked for again, nothing says
 that a chunk is worth more or less with its age. The same applies while that order would have served
 more (`ShadowLru`). Chunks that are said to be over go first there too. With contexts a newcomer
-must also bring what its write costs (`write_price`).
+must also bring what its write costs (`write_price`). With the objective "compute" the worth of a
+chunk is multiplied by what it saves (`prefill_cost`), and LRU is judged by the same (`WeighedLru`).
 
 Chunks that were not asked for again are in the columns and their ghosts, which several processes
 write together. Each process adds the chunks that were asked for again to the shared values.
@@ -30,6 +31,7 @@ from pagoda.policy.eviction_queue import (
     Ranks,
     Rows,
 )
+from pagoda.policy.prefill_cost import Costs, PrefillCost
 from pagoda.policy.reuse_context import (
     ROWS,
     are_over,
@@ -117,6 +119,11 @@ class ShadowLru:
             here[1] += len(last_uses)
             here[2] += sum(last >= oldest for last in last_uses)
 
+    @property
+    def oldest(self) -> int:
+        """The last use of the oldest chunk that LRU would have; 0: it would have all."""
+        return self._oldest
+
     def look(self) -> None:
         """Find the oldest chunk that LRU would have; by a sample if there are many slots and
         ghosts.
@@ -151,6 +158,47 @@ class ShadowLru:
         )
         values[1] = max(0.0, shadow + lead)
         self.wins = bool(lead < -_BEHIND * asked)
+
+
+class WeighedLru:
+    """Counts the same as a `ShadowLru`, in computation that was saved. Of this process alone: the
+    shared counts are of chunks, for processes with another objective too. Not thread-safe.
+    """
+
+    def __init__(self, shadow: ShadowLru, cost: PrefillCost) -> None:
+        self._shadow = shadow
+        self._cost = cost
+        # what chunks asked for cost, those served, those served by LRU; and how many were asked for
+        self._counts = [0.0, 0.0, 0.0, 0.0]
+        self.wins = False
+
+    def count(
+        self, last_uses: Rows, positions: NDArray[np.integer], served: bool
+    ) -> None:
+        """Count chunks at these positions that were asked for, by the stamps of their last use (0:
+        unknown).
+        """
+        oldest = self._shadow.oldest
+        if oldest:
+            costs = self._cost.of(positions)
+            asked = float(costs.sum())
+            counts = self._counts
+            counts[0] += asked
+            counts[1] += asked * served
+            counts[2] += float(costs[last_uses >= oldest].sum())
+            counts[3] += len(costs)
+
+    def decide(self, memory: float) -> None:
+        """Halve the counts beyond `memory` chunks, and decide which wins."""
+        if self._counts[3] > memory:
+            self._counts = [count / 2 for count in self._counts]
+        asked, served, shadow, _ = self._counts
+        lead = min(
+            max(served - shadow, -_MOST_BEHIND * asked),
+            _MOST_AHEAD * asked,
+        )
+        self._counts[1] = max(0.0, shadow + lead)
+        self.wins = lead < -_BEHIND * asked
 
 
 class _SharedValues(NamedTuple):
@@ -198,8 +246,10 @@ class Hindsight:
     # without contexts
     shared_values = _SharedValues.count(CLASSES)
 
-    def __init__(self, hints: Hints) -> None:
+    def __init__(self, hints: Hints, cost: PrefillCost | None = None) -> None:
+        """`cost`: what a chunk saves; None: each saves the same."""
         self._hints = hints
+        self._cost = cost
         # of the tables: see `_row_of`
         self._rows = CLASSES if hints.contexts is None else ROWS
         self.shared_values = _SharedValues.count(self._rows)
@@ -207,6 +257,7 @@ class Hindsight:
         me = weakref.proxy(self)
         self._queue = EvictionQueue(hints, lambda chosen: me._ranks(chosen))
         self._shadow = ShadowLru(hints)
+        self._weighed = None if cost is None else WeighedLru(self._shadow, cost)
         # counted here, not yet shared
         self._asked = np.zeros((self._rows, AGES))
         self._watched = np.zeros((self._rows, AGES))
@@ -247,6 +298,9 @@ class Hindsight:
                 self._hints.hits[rows[ready]], stamps[ready] - last_uses, before
             )
             self._shadow.count(last_uses, len(last_uses))
+            if self._weighed is not None:
+                positions = self._hints.position[rows[ready]]
+                self._weighed.count(last_uses, positions, served=True)
             self._stamp = max(self._stamp, int(stamps[0]))
 
     def touch_few(
@@ -254,7 +308,7 @@ class Hindsight:
     ) -> None:
         """Do the same for few slots, one by one."""
         hints = self._hints
-        if hints.contexts is not None:
+        if hints.contexts is not None or self._weighed is not None:
             # an empty array without a type has floats, which are no rows
             rows = np.array(slots, np.int64)
             self.touch(rows, np.array(stamps, np.int64), asked)
@@ -292,7 +346,12 @@ class Hindsight:
                 None if before is None else before[known],
             )
         self._shadow.count(newcomers.last_use, 0)
-        if total <= room or not self._refuses or self._shadow.wins:
+        costs: Costs | None = None
+        if self._cost is not None and self._weighed is not None:
+            positions = newcomers.stamp - newcomers.stamps
+            costs = self._cost.mean(positions)
+            self._weighed.count(newcomers.last_use, positions, served=False)
+        if total <= room or not self._refuses or self._lru_wins:
             return total
         self._stamp = max(self._stamp, int(newcomers.stamps[0]))
         rows, ranks = self._queue.unleased(
@@ -301,14 +360,22 @@ class Hindsight:
         arriving = np.full(total, newcomers.arriving, np.uint16)
         kinds = self._row_of(newcomers.hits + known, arriving)
         worths = self._worth[kinds, 0]
+        if costs is not None:
+            worths = worths * costs
         beyond = slice(room, room + len(rows))
         worths = np.maximum.accumulate(worths[::-1])[::-1][beyond]
         unworthy = worths < ranks
         if self._price is not None:
             self._price.note(ranks)
-            unworthy |= self._price.too_dear(kinds)[beyond]
+            unworthy |= self._price.too_dear(kinds, costs)[beyond]
         lesser = np.flatnonzero(unworthy)
         return room + int(lesser[0]) if len(lesser) else total
+
+    @property
+    def _lru_wins(self) -> bool:
+        """Whether LRU would have served more, by what is counted here."""
+        rival = self._weighed
+        return self._shadow.wins if rival is None else rival.wins
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
         """Return the slots of least worth that are older than `stamp`; slots leased at `now` after
@@ -360,7 +427,10 @@ class Hindsight:
             np.add(shared, own, out=shared)
             own[:] = 0
         self._halve_old(learned)
-        self._shadow.share(learned.shadow, _MEMORY * self._hints.capacity)
+        memory = _MEMORY * self._hints.capacity
+        self._shadow.share(learned.shadow, memory)
+        if self._weighed is not None:
+            self._weighed.decide(memory)
         asked = learned.asked.sum()
         self._refuses = bool(asked >= self._hints.capacity)
         self._knows_ages = bool(asked >= _LEAST_ASKED)
@@ -478,11 +548,13 @@ class Hindsight:
         contexts = None
         if hints.contexts is not None:
             contexts = self._contexts_of(chosen)
-        by_last_use = self._shadow.wins or not self._knows_ages
+        by_last_use = self._lru_wins or not self._knows_ages
         if by_last_use and contexts is None:
             return np.zeros(len(uses))
         rows = self._row_of(hints.hits[chosen], contexts)
         ranks = self._worth[rows, age_of(self._stamp - uses)]
+        if self._cost is not None:
+            ranks *= self._cost.mean(hints.position[chosen])
         if by_last_use and contexts is not None:
             # what is over goes first in that order too, until such chunks are asked for
             unasked = are_over(contexts) & (ranks <= 0)
@@ -501,7 +573,7 @@ class HintedHindsight(Hindsight):
 
     def __init__(self, hints: Hints, before: Hindsight) -> None:
         """Go on from `before`, which learned without contexts. The columns have them by now."""
-        super().__init__(hints)
+        super().__init__(hints, before._cost)
         # in place of the shared values
         self._own = np.zeros(self.shared_values)
         self.shared_values = before.shared_values
@@ -511,6 +583,7 @@ class HintedHindsight(Hindsight):
         # the shared counts when this process last added to them
         self._seen = np.zeros((2, CLASSES, AGES))
         self._shadow = before._shadow
+        self._weighed = before._weighed
         self._refuses = before._refuses
         self._knows_ages = before._knows_ages
         self._room = before._room

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.policy.prefill_cost import Costs
 from pagoda.policy.reuse_worth import Table, expected
 
 HITS_A_WRITE = 0.06
@@ -45,19 +46,32 @@ class WritePrice:
             mean = float(np.maximum(ranks, 0).mean())
             self._rate += share * (mean - self._rate)
 
-    def too_dear(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def too_dear(
+        self, rows: NDArray[np.int64], costs: Costs | None = None
+    ) -> NDArray[np.bool_]:
         """Return which newcomers of these rows, in chain order, bring less than their write costs.
-        A head brings at least as much as its tail.
+        A head brings at least as much as its tail. `costs`: what a hit of each saves; None: 1.
         """
-        brings = {row: self._brings(row) for row in set(rows.tolist())}
-        each = np.array([brings[row] for row in rows.tolist()], np.float64)
+        if costs is None:
+            brings = {row: self._brings(row) for row in set(rows.tolist())}
+            each = np.array([brings[row] for row in rows.tolist()], np.float64)
+        else:
+            each = np.array(
+                [
+                    self._brings(row, cost)
+                    for row, cost in zip(
+                        rows.tolist(), costs.tolist(), strict=True
+                    )
+                ],
+                np.float64,
+            )
         lifted = np.maximum.accumulate(each[::-1])[::-1]
         dear: NDArray[np.bool_] = lifted < HITS_A_WRITE
         return dear
 
-    def _brings(self, row: int) -> float:
+    def _brings(self, row: int, cost: float = 1.0) -> float:
         curves = self._curves
         if row not in curves:
             curves[row] = expected(self._hazard[row])
         hits, seconds = curves[row]
-        return float((hits - self._rate * seconds).max())
+        return float((cost * hits - self._rate * seconds).max())

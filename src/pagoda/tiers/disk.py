@@ -37,6 +37,7 @@ from pagoda.ledger import (
     StoreSpec,
     admin,
 )
+from pagoda.policy.prefill_cost import cost_of
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
@@ -143,6 +144,7 @@ class DiskTier(QueuedTier, LedgerTier):
         direct: bool | None = None,
         codec_name: str = "raw",
         policy: str = policies.DEFAULT,
+        objective: str = policies.DEFAULT_OBJECTIVE,
         durable: bool = False,
         io_threads: int = 2,
         queue_chunks: int = 64,
@@ -178,6 +180,7 @@ class DiskTier(QueuedTier, LedgerTier):
             "disk",
             spec,
             policy,
+            cost_of(objective, layout.chunk_tokens),
             clock,
             lambda ledger: ledger.open_slab(
                 lambda file: FileSlab(file, ledger.slots, stride, direct)

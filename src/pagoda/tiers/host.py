@@ -34,6 +34,7 @@ from pagoda.ledger import (
     StoreSpec,
 )
 from pagoda.ledger.store_state import FORMAT
+from pagoda.policy.prefill_cost import cost_of
 from pagoda.slab import MemorySlab
 from pagoda.tiers.base import (
     Bytes,
@@ -101,6 +102,7 @@ class HostTier(LedgerTier):
         *,
         shared: bool = True,
         policy: str = policies.DEFAULT,
+        objective: str = policies.DEFAULT_OBJECTIVE,
         populate: bool = True,
         deadline_seconds: float = 1.0,
         clock: Clock | None = None,
@@ -142,7 +144,8 @@ class HostTier(LedgerTier):
                 )
             )
 
-        with opened_store("host", spec, policy, clock, open_slab) as opened:
+        cost = cost_of(objective, layout.chunk_tokens)
+        with opened_store("host", spec, policy, cost, clock, open_slab) as opened:
             ledger, slab, made = opened
             if populate and shared:
                 backed = ledger.pages.backed_ranges()

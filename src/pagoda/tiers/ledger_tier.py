@@ -27,6 +27,7 @@ from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.ledger.ledger import OpenSlab, discard_empty
 from pagoda.ledger.stores_under_root import stores_in
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.tiers.base import clamp_deadline, confirm_each
 from pagoda.tiers.put_and_load import BlockingCalls
 
@@ -38,6 +39,7 @@ def opened_store(
     name: str,
     spec: StoreSpec,
     policy: str,
+    cost: PrefillCost | None,
     clock: Clock | None,
     open_slab: Callable[[Ledger], _S],
 ) -> Iterator[tuple[Ledger, _S, bool]]:
@@ -49,7 +51,7 @@ def opened_store(
     """
     # also true if this user may not see it
     made = not os.path.exists(spec.root / spec.name)
-    ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
+    ledger = Ledger.open(spec, policy=policy, clock=clock or Clock(), cost=cost)
     with contextlib.ExitStack() as undo:
         # false if another process was faster
         made = made and ledger.session.store.made

@@ -50,6 +50,7 @@ _PANELS: dict[str, dict[str, str]] = {
     "What is stored, loaded and evicted": {
         "chunk_tokens": "N",
         "policy": "NAME",
+        "objective": "NAME",
         "hints": "WHEN",
         "write_policy": "NAME",
         "selective_hits": "N",

@@ -43,6 +43,7 @@ def replay(
     host: Annotated[str | None, Option(metavar="SIZE")] = None,
     disk: Annotated[str | None, Option(metavar="SIZE")] = None,
     policy: replay_inputs.Policies = None,
+    objective: replay_inputs.Objectives = None,
     model: replay_inputs.ModelName = None,
     bytes_per_token: replay_inputs.TokenBytes = None,
     kv_dtype: replay_inputs.KVType = "bfloat16",
@@ -106,7 +107,7 @@ def replay(
         "--engines": engines,
     }
     _refuse_given(shared if remote is None else timed, remote is not None)
-    names = replay_inputs.policies_of(policy, config)
+    names = replay_inputs.runs_of(policy, objective, config)
     found = replay_inputs.trace_of(trace, as_json)
     chunk_bytes = replay_inputs.chunk_bytes_of(
         found, model, bytes_per_token, kv_dtype
@@ -276,9 +277,10 @@ def _as_json(
     runs: list[dict[str, object]] = []
     for cell in cells:
         run: dict[str, object] = {
-            "policy": cell.policy,
+            **replay_inputs.named(cell.policy),
             "capacity_chunks": cell.chunks,
             "hit_rate": cell.hit_rate,
+            "prefill_saved": cell.saved_rate,
             "chunks_written": cell.chunks_written,
             "optimum": optimum[cell.chunks].hit_rate,
         }
@@ -303,6 +305,7 @@ def _print_cells(
             "chunks": cell.chunks,
             "bytes": printing.size(cell.chunks * slot_bytes),
             "hit rate": printing.share(cell.hit_rate, 1),
+            "saved": printing.share(cell.saved_rate, 1),
             "optimum": printing.share(optimum[cell.chunks].hit_rate, 1),
             "of what is possible": printing.share(cell.hit_rate, trace.infinite),
             "written": cell.chunks_written,

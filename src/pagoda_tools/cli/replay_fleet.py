@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 
 from pagoda_tools.cli import UsageError, printing
-from pagoda_tools.cli.replay_inputs import Trace
+from pagoda_tools.cli.replay_inputs import Trace, named
 from pagoda_tools.cli.replay_tiers import print_tiers, specs_of, tiers_as_json
 from pagoda_tools.cli.text_tables import RightAligned
 from pagoda_tools.cli.trace_pool import TraceJob, TracePool
@@ -115,7 +115,7 @@ def show(
 def _spec(plan: FleetPlan, policy: str) -> FleetSpec:
     """Return the fleet with a policy in the machines' own tiers. Raises UsageError."""
     *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
-    remote = remote._replace(policy=plan.remote_policy)
+    remote = remote._replace(policy=plan.remote_policy, cost=None)
     return FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy)
 
 
@@ -183,7 +183,7 @@ def _as_json(
     plan: FleetPlan, policy: str, outcome: FleetOutcome
 ) -> dict[str, object]:
     return {
-        "policy": policy,
+        **named(policy),
         "hit_rate": outcome.hit_rate,
         "tiers": tiers_as_json(
             outcome.tiers, plan.sizes, plan.chunk_bytes, outcome.accesses

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagoda.cache.request_trace import Request
+    from pagoda_tools.replay import TierSpec
 
 SAMPLE = "sample"
 OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
+_BETWEEN = ", "  # a policy and its objective, see `run_name`
 _SHOWN_EVERY = 1_000  # requests
 
 TraceFile: TypeAlias = Annotated[
@@ -36,6 +38,15 @@ Policies: TypeAlias = Annotated[
         "--policy",
         metavar="NAME",
         help="A policy; can be repeated; default: the configured one.",
+    ),
+]
+Objectives: TypeAlias = Annotated[
+    list[str] | None,
+    Option(
+        "--objective",
+        metavar="NAME",
+        help="What hindsight serves most of: chunks, compute; can be repeated; default: the "
+        "configured one.",
     ),
 ]
 ModelName: TypeAlias = Annotated[
@@ -141,12 +152,15 @@ class Trace(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The result of one policy (or "optimum") at one size."""
+    """The result of one policy (or "optimum") at one size. `policy`: see `run_name`; `saved_rate`:
+    the share of the prompts' computation that hits save.
+    """
 
     policy: str
     chunks: int
     hit_rate: float
     chunks_written: int = 0
+    saved_rate: float = 0.0
 
 
 def trace_of(name: str, quiet: bool = False) -> Trace:
@@ -211,6 +225,59 @@ def policies_of(
     return [one_of(NAMES, option, name, "policy") for name in asked]
 
 
+def runs_of(
+    policies: Sequence[str] | None,
+    objectives: Sequence[str] | None,
+    config: Path | None,
+) -> list[str]:
+    """Return the names of what is simulated: each policy, and hindsight with each objective. By
+    default the configured ones. Raises UsageError.
+    """
+    from pagoda.policy import DEFAULT, DEFAULT_OBJECTIVE, OBJECTIVES
+
+    names = policies_of(policies, config)
+    asked = [
+        one_of(OBJECTIVES, "--objective", name, "objective")
+        for name in dict.fromkeys(objectives or ())
+    ]
+    if set(asked) - {DEFAULT_OBJECTIVE} and DEFAULT not in names:
+        raise UsageError(
+            f"--objective compute: {names[0]} has one order for all; use --policy {DEFAULT}"
+        )
+    asked = asked or [configured(config).objective]
+    return [
+        run_name(name, objective)
+        for name in names
+        for objective in (asked if name == DEFAULT else [DEFAULT_OBJECTIVE])
+    ]
+
+
+def run_name(policy: str, objective: str) -> str:
+    """Return the policy, and the objective if it is not the usual one."""
+    from pagoda.policy import DEFAULT_OBJECTIVE
+
+    if objective == DEFAULT_OBJECTIVE:
+        return policy
+    return f"{policy}{_BETWEEN}{objective}"
+
+
+def named(run: str) -> dict[str, object]:
+    """Return policy and objective of a run, as plain values."""
+    from pagoda.policy import DEFAULT_OBJECTIVE
+
+    policy, _, objective = run.partition(_BETWEEN)
+    return {"policy": policy, "objective": objective or DEFAULT_OBJECTIVE}
+
+
+def spec_of(tier: str, chunks: int, run: str, chunk_tokens: int) -> TierSpec:
+    """Return the tier to simulate for a run."""
+    from pagoda.policy.prefill_cost import cost_of
+    from pagoda_tools.replay import TierSpec
+
+    policy, objective = map(str, named(run).values())
+    return TierSpec(tier, chunks, policy, cost_of(objective, chunk_tokens))
+
+
 def one_of(known: Sequence[str], option: str, name: str, what: str) -> str:
     """Return `name`. Raises UsageError if it is not known."""
     if name not in known:
@@ -239,10 +306,12 @@ def chunk_bytes_of(
 
 def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
     """Simulate one policy at one size."""
-    from pagoda_tools.replay import TierSpec, simulate
+    from pagoda_tools.replay import simulate
 
-    outcome = simulate(requests, [TierSpec("host", chunks, policy)])
-    return Cell(policy, chunks, outcome.hit_rate, outcome.tiers[0].chunks_written)
+    spec = spec_of("host", chunks, policy, requests[0].chunk_tokens)
+    outcome = simulate(requests, [spec])
+    written = outcome.tiers[0].chunks_written
+    return Cell(policy, chunks, outcome.hit_rate, written, outcome.saved_rate)
 
 
 def best(requests: Sequence[Request], chunks: int) -> Cell:

@@ -11,9 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.cache.request_trace import Request
+from pagoda.policy.prefill_cost import objective_of
 from pagoda_tools.cli import UsageError, printing
 from pagoda_tools.cli.load_speeds import Speeds
-from pagoda_tools.cli.replay_inputs import Cell, Trace, best
+from pagoda_tools.cli.replay_inputs import (
+    Cell,
+    Trace,
+    best,
+    named,
+    run_name,
+    spec_of,
+)
 from pagoda_tools.cli.trace_pool import TraceJob, TracePool
 from pagoda_tools.replay.simulate import (
     SimulatedOutcome,
@@ -86,7 +94,7 @@ def tiered(
                 (request.input_length - tokens) / speeds.prefill + loading
             )
     return ReplayedTiers(
-        specs[0].policy,
+        run_name(specs[0].policy, objective_of(specs[0].cost)),
         outcome,
         saved,
         _summary(cold),
@@ -122,7 +130,7 @@ def specs_of(
                 f"--{name} {printing.size(size)}: a chunk has {printing.size(chunk_bytes)}"
             )
     return [
-        TierSpec(name, trace.room(size // chunk_bytes), policy)
+        spec_of(name, trace.room(size // chunk_bytes), policy, trace.chunk_tokens)
         for name, size in sizes.items()
     ]
 
@@ -216,8 +224,9 @@ def tiers_as_json(
 def _as_json(plan: ReplayPlan, run: ReplayedTiers) -> dict[str, object]:
     trace = plan.trace
     found = {
-        "policy": run.policy,
+        **named(run.policy),
         "hit_rate": run.outcome.hit_rate,
+        "prefill_saved": run.outcome.saved_rate,
         "chunks_written": sum(tier.chunks_written for tier in run.outcome.tiers),
         "optimum": run.optimum,
         "tiers": tiers_as_json(
@@ -314,9 +323,17 @@ def _alone(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
         saved = (
             run.saved_tokens,
             printing.share(run.saved_tokens, plan.trace.input_tokens),
+            printing.share(run.outcome.saved_rate, 1),
         )
         rows.append((run.policy, *hits, *saved))
-    columns = ("policy", "hit rate", "optimum", "prefill tokens saved", "of all")
+    columns = (
+        "policy",
+        "hit rate",
+        "optimum",
+        "prefill tokens saved",
+        "of all",
+        "saved",
+    )
     printing.print_table("each prompt alone", columns, rows)
     if cold := found[0].cold_seconds:
         times = {**{run.policy: run.seconds for run in found}, "no cache": cold}

@@ -209,4 +209,4 @@ def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
     grows = nbytes == AUTO
     first = min(room, FIRST_PIECE_BYTES) if grows else room
     require_place(path, first, in_memory=True)
-    return HostRoom(path, room, found.policy, grows)
+    return HostRoom(path, room, found.policy, grows, found.objective)

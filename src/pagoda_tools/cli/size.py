@@ -45,7 +45,7 @@ def size(
             f"--percent was given {len(wanted)} times ({given}): give it once"
         )
     share = wanted[0]
-    names = replay_inputs.policies_of(policy, config)
+    names = replay_inputs.runs_of(policy, None, config)
     found = replay_inputs.trace_of(trace, as_json)
     chunk_bytes = replay_inputs.chunk_bytes_of(
         found, model, bytes_per_token, kv_dtype

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from pagoda.policy import DEFAULT_OBJECTIVE
 from pagoda_tools.cli import UsageError, printing
 from pagoda_tools.cli.live_screen import Key, LiveScreen
 from pagoda_tools.cli.remote_stores import exit_code, remotes_of
@@ -123,7 +124,10 @@ class _Sampler:
         self._find = partial(find_stores, directory, config_file)
         self.named = Configured(directory, config_file)
         specs = remotes_of(directory, config_file)
-        self._policy = f"{config.policy}, {config.write_policy}"
+        parts = [config.policy, config.write_policy]
+        if config.objective != DEFAULT_OBJECTIVE:
+            parts.insert(1, f"objective {config.objective}")
+        self._policy = ", ".join(parts)
         self._remotes = LatelyAsked(
             lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS
         )

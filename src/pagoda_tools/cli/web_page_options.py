@@ -92,6 +92,7 @@ def page_options(
         shared=[spec.redacted for spec in specs],
         settings=[
             ("Policy", config.policy),
+            ("Objective", config.objective),
             ("Write policy", config.write_policy),
         ],
         gpu_price=gpu_price,

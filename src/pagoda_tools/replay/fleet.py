@@ -243,7 +243,7 @@ class _Fleet:
         machines = [machine.simulation.outcome() for machine in self._machines]
         own = [
             TierOutcome(
-                *spec,
+                *spec.told,
                 *map(
                     sum,
                     zip(
@@ -268,7 +268,7 @@ class _Fleet:
             (
                 *own,
                 TierOutcome(
-                    *self._spec.remote,
+                    *self._spec.remote.told,
                     remote.hits,
                     remote.written,
                     remote.evicted,

@@ -14,6 +14,7 @@ from pagoda.cache.caller_hints import MOST_SECONDS
 from pagoda.cache.request_trace import Request
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.policy.request_hints import SHARED, RequestHint
 from pagoda.policy.reuse_context import Ending, workload_of
 from pagoda_tools.replay.exact_lru import LruTier, NotExactError
@@ -30,11 +31,17 @@ _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
 
 class TierSpec(NamedTuple):
-    """A tier to simulate: its size in chunks, and its policy."""
+    """A tier to simulate: its size in chunks, its policy, and what that counts (None: chunks)."""
 
     name: str
     chunks: int
     policy: str
+    cost: PrefillCost | None = None
+
+    @property
+    def told(self) -> tuple[str, int, str]:
+        """What a `TierOutcome` takes over."""
+        return self.name, self.chunks, self.policy
 
 
 class TierOutcome(NamedTuple):
@@ -50,11 +57,15 @@ class TierOutcome(NamedTuple):
 
 
 class SimulatedOutcome(NamedTuple):
-    """The results of all tiers together; `accesses`: how many chunks were asked for."""
+    """The results of all tiers together; `accesses`: how many chunks were asked for. `prefill`: the
+    cost of computing them (see `prefill_cost`), and `saved`, of those that were served.
+    """
 
     requests: int
     accesses: int
     tiers: tuple[TierOutcome, ...]
+    prefill: float = 0.0
+    saved: float = 0.0
 
     @property
     def hits(self) -> int:
@@ -65,6 +76,23 @@ class SimulatedOutcome(NamedTuple):
     def hit_rate(self) -> float:
         """Served chunks as a share of the chunks that were asked for."""
         return self.hits / self.accesses if self.accesses else 0.0
+
+    @property
+    def saved_rate(self) -> float:
+        """The computation that hits save, as a share of what all prompts take without a cache."""
+        return self.saved / self.prefill if self.prefill else 0.0
+
+
+class _Prefill:
+    """Counts what prompts take to compute, and what of it hits save."""
+
+    def __init__(self) -> None:
+        self.all = self.saved = 0.0
+
+    def add(self, request: Request, served: int) -> None:
+        cost = PrefillCost.of_chunks(request.chunk_tokens)
+        self.all += cost.of_prompt(len(request.hash_ids))
+        self.saved += cost.of_prompt(served)
 
 
 class ServedRun(NamedTuple):
@@ -114,10 +142,12 @@ class Simulation:
         # the numbers of the agents of each session that is not over
         self._agents: dict[str, set[int]] = {}
         self._tiers = [
-            SimulatedTier(spec.chunks, spec.policy, with_hints) for spec in tiers
+            SimulatedTier(spec.chunks, spec.policy, with_hints, spec.cost)
+            for spec in tiers
         ]
         self._tiers += [below[1]] if below else []
         self._requests = self._accesses = 0
+        self._prefill = _Prefill()
         self._first_ms = begin_ms
         self._now = _BEGIN_NS
 
@@ -152,6 +182,7 @@ class Simulation:
             tier.upkeep(chain.now)
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
         runs = self._runs(chain, stamps)
+        self._prefill.add(request, runs[-1].end if runs else 0)
         return SimulatedMatch(chain, runs, self._starts(chain, runs), stamps)
 
     def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
@@ -218,11 +249,21 @@ class Simulation:
         """Return the results of all requests so far."""
         tiers = (
             TierOutcome(
-                *spec, tier.hits, tier.written, tier.evicted, tier.refused
+                *spec.told,
+                tier.hits,
+                tier.written,
+                tier.evicted,
+                tier.refused,
             )
             for spec, tier in zip(self._specs, self._tiers, strict=True)
         )
-        return SimulatedOutcome(self._requests, self._accesses, tuple(tiers))
+        return SimulatedOutcome(
+            self._requests,
+            self._accesses,
+            tuple(tiers),
+            self._prefill.all,
+            self._prefill.saved,
+        )
 
     def _tick(self, timestamp_ms: float) -> int:
         """Return the time of a request in ns; it never decreases."""
@@ -331,6 +372,7 @@ def _by_dictionaries(
     served: list[tuple[int, ...]] = []
     hits = [0] * len(tiers)
     accesses = 0
+    prefill = _Prefill()
     for request in requests:
         ids = request.hash_ids
         accesses += len(ids)
@@ -342,8 +384,12 @@ def _by_dictionaries(
             hits[at] += count
             counts.append(count)
         served.append(tuple(counts))
+        prefill.add(request, end)
     outcomes = (
-        TierOutcome(*spec, count, tier.written, tier.evicted, tier.refused)
+        TierOutcome(*spec.told, count, tier.written, tier.evicted, tier.refused)
         for spec, count, tier in zip(specs, hits, tiers, strict=True)
     )
-    return SimulatedOutcome(len(requests), accesses, tuple(outcomes)), served
+    found = SimulatedOutcome(
+        len(requests), accesses, tuple(outcomes), prefill.all, prefill.saved
+    )
+    return found, served

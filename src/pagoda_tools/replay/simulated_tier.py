@@ -25,6 +25,7 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.transaction import BATCH, window
+from pagoda.policy.prefill_cost import PrefillCost
 from pagoda.policy.request_hints import ContextWriter, RequestHint
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 from pagoda.tiers.remote.redis_pool import mixed
@@ -83,10 +84,14 @@ class SimulatedTier:
     """Holds up to `chunks` ids. Deterministic; not thread-safe."""
 
     def __init__(
-        self, chunks: int, policy: str, with_hints: bool = False
+        self,
+        chunks: int,
+        policy: str,
+        with_hints: bool = False,
+        cost: PrefillCost | None = None,
     ) -> None:
         """Raise ValueError for an unknown policy, or for no room at all. `with_hints`: the policy
-        sees what requests say of themselves.
+        sees what requests say of themselves. `cost`: see `Evictor`.
         """
         if chunks < 1:
             raise ValueError(
@@ -99,7 +104,7 @@ class SimulatedTier:
         if with_hints:
             contexts = self._columns.note_contexts()
             self._hints = ContextWriter(contexts, self._columns.generation)
-        self._advice = Evictor(policy, self._columns)
+        self._advice = Evictor(policy, self._columns, cost)
         # in lru what was just asked for goes last anyway, as `exact_lru` counts on
         self._leases = policy != "lru"
         self._learnt = np.zeros(self._advice.shared_values)
@@ -254,7 +259,12 @@ class SimulatedTier:
             stamps = wanted.stamp - np.array(new)
             now = wanted.chain.now
             leading, wanted.hits[new] = self._advice.admit(
-                marks, stamps, self._free(), now, arriving=wanted.context
+                marks,
+                stamps,
+                self._free(),
+                now,
+                arriving=wanted.context,
+                stamp=wanted.stamp,
             )
             if leading < len(new):
                 return new[leading]
@@ -266,7 +276,11 @@ class SimulatedTier:
             chain = wanted.chain
             stamps = wanted.stamp - np.array(new)
             self._advice.refuse(
-                chain.marks[new], stamps, chain.now, wanted.context
+                chain.marks[new],
+                stamps,
+                chain.now,
+                wanted.context,
+                wanted.stamp,
             )
 
     def _reserve(

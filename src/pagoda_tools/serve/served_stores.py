@@ -28,6 +28,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import FORMAT, read_state
+from pagoda.policy import DEFAULT_OBJECTIVE
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from pagoda.tiers import Chunk, HostTier
 from pagoda.tiers.base import Bytes, confirm_each
@@ -55,6 +56,7 @@ class HostRoom(NamedTuple):
     size_bytes: int
     policy: str
     grows: bool = False  # `size_bytes` is the most: "auto"
+    objective: str = DEFAULT_OBJECTIVE
 
 
 class LocatedChunk(NamedTuple):
@@ -570,6 +572,7 @@ class ServedStores:
                     self._host.path,
                     self._host.size_bytes,
                     policy=self._host.policy,
+                    objective=self._host.objective,
                     grows=self._host.grows,
                 )
                 made = ServedStore(path, tier.ledger, tier.slab)
