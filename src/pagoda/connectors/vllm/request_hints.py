@@ -94,7 +94,7 @@ def hint_reader(model_config: Any, mode: HintMode) -> HintReader:
     try:
         is_loaded = cached_get_tokenizer.cache_info().currsize > 0
         if mode != "never" and is_loaded:
-            # None with `skip_tokenizer_init`
+            # None if the engine was told to have none
             tokenizer = cached_tokenizer_from_config(model_config)
     except Exception as trouble:  # noqa: BLE001
         # a boundary: an engine starts without it
