@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from pagoda.connectors.tool_call_marks import marks_of
 from pagoda.policy.reuse_context import Ending
 from pagoda_tools.replay import read_trace
-from tests.vllm import models, stores
+from tests.vllm import calls, stores
+from tests.vllm.calls import MARK, WORD
 from tests.vllm.engines import CHUNK, Engine, connector, options
-from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import EOS, make_llama, prompt
 
 # of vLLM's own parsers of tool calls
@@ -205,8 +205,6 @@ def test_a_tokenizer_that_fails_breaks_nothing(
 
 # ---- engines
 
-# a token of the model that the tokenizer names so
-MARK, WORD = 999, 500
 CHUNKS = 3
 TOKENS = CHUNKS * CHUNK
 
@@ -215,56 +213,14 @@ TOKENS = CHUNKS * CHUNK
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a mark of tool calls."""
     directory = make_llama(tmp_path_factory.mktemp("callers") / "llama")
-    vocabulary = {f"t{number}": number for number in range(models.VOCABULARY)}
-    del vocabulary[f"t{MARK}"]
-    vocabulary["</tool_call>"] = MARK
-    words = Tokenizer(WordLevel(vocabulary, unk_token=f"t{models.UNKNOWN}"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.add_tokens([AddedToken("</tool_call>", normalized=False)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        unk_token=f"t{models.UNKNOWN}",
-        eos_token=f"t{EOS}",
-        bos_token=f"t{models.BOS}",
-        pad_token=f"t{models.UNKNOWN}",
-    ).save_pretrained(directory)
+    calls.write_tokenizer(directory)
     return directory
-
-
-def _answer(
-    observed: ObservedEngine, tokens: list[int], word: int, stops: bool
-) -> list[int]:
-    """Return an answer of this word, with the end that models write, or up to a limit."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0,
-        min_tokens=3,
-        max_tokens=4 if stops else 3,
-        allowed_token_ids=[word, EOS],
-        logit_bias={EOS: 100.0},
-        detokenize=False,
-    )
-    (output,) = observed.llm.generate(
-        [{"prompt_token_ids": tokens}], params, use_tqdm=False
-    )
-    return list(output.outputs[0].token_ids)
-
-
-def _hints(observed: ObservedEngine) -> tuple[dict[str, Any], list[int]]:
-    """Return what became of hints, and the endings that are known of chunks."""
-    cache = observed.scheduler.connector._scheduling._cache
-    contexts = cache.slots._ledger.columns.contexts
-    if contexts is None:
-        return cache.stats().get("hints", {}), []
-    known = contexts.of_slots[contexts.marks > 0] >> 4 & 7
-    return cache.stats().get("hints", {}), sorted(known[known > 0].tolist())
 
 
 def _ask(engine: Engine, host: Path, seed: int, word: int, stops: bool) -> None:
     """Let an engine answer a prompt; wait until that is stored."""
     before = stores.counters(host)["stored_chunks"] if stores.stores(host) else 0
-    answer = engine.call(_answer, prompt(seed, TOKENS), word, stops)
+    answer = engine.call(calls.answer, prompt(seed, TOKENS), word, stops)
     assert answer == [word] * 3 + [EOS] * stops
     stores.wait_until(
         lambda: stores.counters(host)["stored_chunks"] == before + CHUNKS,
@@ -275,8 +231,10 @@ def _ask(engine: Engine, host: Path, seed: int, word: int, stops: bool) -> None:
 def _wait_for(engine: Engine, answers: int) -> list[int]:
     """Wait until so many endings were told; return those that chunks have."""
     expected = {"accepted": {"ending": answers}}
-    stores.wait_until(lambda: engine.call(_hints)[0] == expected, "the endings")
-    endings: list[int] = engine.call(_hints)[1]
+    stores.wait_until(
+        lambda: engine.call(calls.told)[0] == expected, "the endings"
+    )
+    endings: list[int] = engine.call(calls.told)[1]
     return endings
 
 
@@ -294,7 +252,7 @@ def test_endings_are_hints_from_the_first_tool_call_on(
     # the control: answers without a call begin nothing
     _ask(engine, host, 1, WORD, True)
     _ask(engine, host, 2, WORD, False)
-    assert engine.call(_hints) == ({}, [])
+    assert engine.call(calls.told) == ({}, [])
     _ask(engine, host, 3, MARK, True)
     assert _wait_for(engine, 1) == [Ending.TOOL_CALL] * CHUNKS
     _ask(engine, host, 4, WORD, True)
@@ -337,5 +295,5 @@ def test_nothing_is_told_without_leave_or_without_a_tokenizer(
     )
     _ask(engine, host, 1, MARK, True)
     _ask(engine, host, 2, MARK, False)
-    assert engine.call(_hints) == ({}, [])
+    assert engine.call(calls.told) == ({}, [])
     engine.stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from blake3 import blake3
 from vllm.tokenizers.registry import (
     cached_get_tokenizer,
     cached_tokenizer_from_config,
@@ -84,6 +86,21 @@ class HintReader:
             if self._marks.end(answer, is_turn, stops):
                 return "tool_call"
         return "turn" if is_turn else "other"
+
+
+def of_tenant(
+    hints: RequestHints | None, salt: str | None
+) -> RequestHints | None:
+    """Return hints with a session that no request with another `cache_salt` can name. Pure.
+
+    For chunks of all tenants under one namespace, as those of hybrid models: only their hashes have
+    the salt.
+    """
+    if hints is None or not hints.session or not salt:
+        return hints
+    key = blake3(salt.encode(errors="surrogatepass")).digest()
+    name = blake3(hints.session.encode(), key=key).hexdigest()
+    return replace(hints, session=name)
 
 
 def hint_reader(model_config: Any, mode: HintMode) -> HintReader:
