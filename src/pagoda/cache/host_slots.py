@@ -334,6 +334,7 @@ class HostSlots:
         stamp: int | None = None,
         parts: int = 1,
         deadline_seconds: float | None = None,
+        context: int | None = None,
     ) -> list[Outcome]:
         """Reserve for each key a slot to copy into, evicting as needed: `Ledger.reserve` for any
         number of keys.
@@ -341,7 +342,8 @@ class HostSlots:
         Reserves in windows under one stamp; after the first window with a refusal no other is
         tried. A chunk of several `parts` is visible when all are committed; a part belongs to this
         process until another process adopts it. Takes no longer than the deadline, by default the
-        host tier's. Raises ValueError for a malformed key or for less than one part.
+        host tier's. `context`: that of the new chunks, from `context_of`. Raises ValueError for a
+        malformed key or for less than one part.
         """
         _check_reserve(keys, parts)
         chunk_tokens = self._resources.layout.chunk_tokens
@@ -354,6 +356,7 @@ class HostSlots:
             start,
             parent,
             self.stamp() if stamp is None else stamp,
+            context,
         )
         deadline = self._deadline(deadline_seconds)
         return self._ledger.owned(partial(self._reserve, run, parts, deadline))

@@ -6,9 +6,12 @@ A client is not trusted: what is wrong is refused for that hint alone, and the r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pagoda.cache import RequestHints
+from pagoda.cache.caller_hints import EndingName
+from pagoda.config.option_values import HintMode
 
 _PREFIX = "pagoda."
 _FIELDS = {
@@ -101,3 +104,25 @@ def parsed_hints(
         refused["retain_seconds"] = "the prompt is dropped"
     hints = RequestHints(**given)
     return ParsedHints(hints if hints.names else None, refused)
+
+
+def with_ending(
+    hints: RequestHints | None,
+    ending: EndingName,
+    mode: HintMode,
+    are_heard: bool,
+) -> RequestHints | None:
+    """Return the hints of a request whose answer ended in this way; empty: nobody knows. Pure.
+
+    Without hints of its client, the ending is told from the first answer on that ends in a tool
+    call: an agent asks, whose next request is another matter than a user's.
+
+    `are_heard`: whether the cache hears hints already.
+    """
+    if mode == "never" or not ending:
+        return hints
+    if hints is not None:
+        return hints if hints.ending else replace(hints, ending=ending)
+    if ending == "tool_call" or are_heard:
+        return RequestHints(ending=ending)
+    return None

@@ -25,6 +25,7 @@ from pagoda.cache.caller_hints import LATER, EndingName
 from pagoda.cache.results import CacheStats, Hit
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import Endings, choose
+from pagoda.connectors.hint_parameters import with_ending
 from pagoda.connectors.llamacpp.server_probe import (
     ProbedServer,
     ServerAdapters,
@@ -338,20 +339,11 @@ class SlotStates:
         self, hints: RequestHints | None, ending: EndingName
     ) -> RequestHints | None:
         """Return the hints of a request whose answer ended in this way, for `store` or
-        `note_answer`.
-
-        Without hints of its client, the ending is told from the first answer on that ends in a tool
-        call: an agent asks, whose next request is another matter than a user's.
+        `note_answer`; see `with_ending`.
         """
-        if self._config.hints == "never" or not ending:
-            return hints
-        if hints is not None:
-            return hints if hints.ending else replace(hints, ending=ending)
         current = self._current
         is_heard = current is not None and current.cache.hears_hints
-        if ending == "tool_call" or is_heard:
-            return RequestHints(ending=ending)
-        return None
+        return with_ending(hints, ending, self._config.hints, is_heard)
 
     def note_answer(
         self,

@@ -22,6 +22,7 @@ In the order in which a call meets them:
     stateful_prompts  finds, loads, computes and stores its prompts
     model_facade      passes on to the model what the cache does not have
     model_identity    the namespace: digests of weights and adapters
+    answer_endings    how answers ended, if a call has its tokenizer
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     holes             goes on behind a missing chunk of a prompt

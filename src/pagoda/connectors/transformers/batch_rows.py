@@ -48,8 +48,8 @@ def mask_of(decoding: Any, input_ids: Any, attention_mask: Any | None) -> Any:
 
     check_input_ids(input_ids)
     if attention_mask is None:
-        pads = _token_ids(decoding.pad_token_id)
-        if not pads or pads[0] in _token_ids(decoding.eos_token_id):
+        pads = token_ids(decoding.pad_token_id)
+        if not pads or pads[0] in token_ids(decoding.eos_token_id):
             return torch.ones_like(input_ids)
         return (input_ids != pads[0]).long()
     if attention_mask.shape != input_ids.shape:
@@ -89,7 +89,7 @@ def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
     return rows
 
 
-def _token_ids(given: Any) -> list[int]:
+def token_ids(given: Any) -> list[int]:
     """Return the ids of a field of a generation config, which may be one, several or none."""
     if given is None:
         return []

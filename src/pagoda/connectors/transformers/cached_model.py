@@ -38,6 +38,7 @@ from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import KeySpace
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
+from pagoda.connectors.transformers.answer_endings import AnswerEndings
 from pagoda.connectors.transformers.assisted import (
     first_pass_cut,
     layer_kinds,
@@ -299,6 +300,7 @@ class CachedModel(ModelFacade):
         self._edits = ModelEdits(model, walk)
         self._probed_under = (numerics_of(model, walk).autocast, "")
         self._trials = MediaTrials()
+        self._endings = AnswerEndings()
         self._changing: list[Any] = []  # hooks that were seen to change the KV
         self._layouts: dict[
             tuple[str, str], str
@@ -452,7 +454,8 @@ class CachedModel(ModelFacade):
             hints: what is known of this request, such as its session (`pagoda.RequestHints`), for
                 each of its prompts; without effect on a call that goes on without the cache, and on
                 models whose cache has a state.
-            kwargs: arguments of `model.generate`.
+            kwargs: arguments of `model.generate`. A `tokenizer` also shows whether an answer ends
+                in a tool call, a hint like `hints.ending`.
 
         Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
         """
@@ -576,6 +579,15 @@ class CachedModel(ModelFacade):
                 str(seen), input_ids, attention_mask, kwargs
             )
         self.last_stored = []
+        if before.stateful is None:
+            hints = self._endings.hints_with(
+                hints,
+                kwargs.get("tokenizer"),
+                out,
+                columns,
+                decoding,
+                before.cache,
+            )
         if watch.changing is not None:
             self._keep_in_mind(watch.changing.hook)
         elif store or store_output or media.form:

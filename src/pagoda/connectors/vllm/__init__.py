@@ -10,6 +10,7 @@ identity/          everything that the KV depends on, with `connectors.identity`
 scheduler          the scheduler's half: which chunks are cached, loaded and saved
 engine_weights     the version of the engine's weights, from calls that vLLM hides from connectors
 request_limits     what one request may load and store
+request_hints      what clients say of their requests, and how answers ended
 lookups            look-ups of requests in the tiers, on threads
 scheduled_chunks   what this half and that of offloading/ share: copies, sources, events, log
 metadata           the messages between the halves

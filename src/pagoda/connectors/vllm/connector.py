@@ -39,6 +39,7 @@ from pagoda.connectors.vllm.offloading.hybrid_connector import (
     PagodaHybridConnector,
 )
 from pagoda.connectors.vllm.options import read_options
+from pagoda.connectors.vllm.request_hints import hint_reader
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.worker import PagodaWorker
 
@@ -99,6 +100,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
                 ),
                 hashes_media=hashes_media(vllm_config),
                 role=vllm_config.kv_transfer_config.kv_role,
+                hints=hint_reader(vllm_config.model_config, options.config.hints),
             )
         else:
             self._worker = PagodaWorker(options, vllm_config, kv_cache_config)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
-from pagoda.cache import Cache, RequestHints
-from pagoda.cache.caller_hints import EndingName
+from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.hint_parameters import parameters_of, parsed_hints
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_publisher import EventOutlet
@@ -39,6 +35,7 @@ from pagoda.connectors.vllm.metadata import (
 )
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_step_of
+from pagoda.connectors.vllm.request_hints import HintReader
 from pagoda.connectors.vllm.request_limits import (
     is_of_embeddings,
     named_tokens,
@@ -89,6 +86,7 @@ class PagodaScheduler:
         schedules_early: bool = False,
         hashes_media: bool = True,
         role: str = "kv_both",
+        hints: HintReader | None = None,
     ) -> None:
         """Prepare; it works after `opened`.
 
@@ -98,7 +96,8 @@ class PagodaScheduler:
         `drops_last_block`: the last block of a hit is always computed. `in_lockstep`: other engines
         wait for each step of this one. `schedules_early`: a step is scheduled before the last one
         has ended. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only
-        stores, a `kv_consumer` only loads.
+        stores, a `kv_consumer` only loads. `hints`: reads what is said of requests; None: what
+        clients say.
         """
         self._options = options
         self._shares_blocks = shares_blocks
@@ -108,6 +107,7 @@ class PagodaScheduler:
         self._hashes_media = hashes_media
         self._loads_any = role != "kv_producer"
         self._saves_any = role != "kv_consumer"
+        self._hints = hints or HintReader(options.config.hints, None)
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self.outlet = outlet
         self._kv_kind = kv_kind
@@ -182,6 +182,7 @@ class PagodaScheduler:
             )
             self._lines.warn(log, Reason.IO_ERROR, text)
             return
+        slots = None if self._cache is None else self._slots
         tracked = self._tracked[request.request_id] = TrackedRequest(
             request,
             loads=self._loads_any,
@@ -192,7 +193,7 @@ class PagodaScheduler:
             most_loaded=self._limit(request, "max_load_tokens"),
             most_saved=self._limit(request, "max_offload_tokens"),
             asked_at=time.monotonic(),
-            hints=self._hints_of(request),
+            hints=self._hints.arrived(request, slots),
         )
         if self._cache is not None:
             self._lookups.begin(tracked)
@@ -210,19 +211,6 @@ class PagodaScheduler:
         )
         self._lines.warn(log, Reason.IO_ERROR, text)
         return None
-
-    def _hints_of(self, request: Any) -> RequestHints | None:
-        """Return what a request's client says of it; what is wrong is counted."""
-        session = getattr(request, "session_id", None)
-        actions = parameters_of(getattr(request, "kv_hints", None))
-        given = {**actions, **(request.kv_transfer_params or {})}
-        parsed = parsed_hints(given, session)
-        if self._cache is not None:
-            for hint, why in parsed.refused.items():
-                self._slots.refuse_hint(hint, why)
-                text = f"the hint {hint} of a request is refused: {why}"
-                self._lines.warn(log, Reason.IO_ERROR, text)
-        return parsed.hints
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
@@ -642,18 +630,15 @@ class PagodaScheduler:
 
     def _note_answer(self, tracked: TrackedRequest) -> None:
         """Tell the cache how a request has ended, if anybody says such things."""
-        hints = tracked.hints
-        if hints is None and not self._slots.hears_hints:
-            return
         request = tracked.request
+        are_heard = self._slots.hears_hints
+        hints = self._hints.ended(request, tracked.hints, are_heard)
+        if hints is None and not are_heard:
+            return
         if tracked.found is None:
             for name in () if hints is None else hints.names:
                 self._slots.refuse_hint(name, "the request was not looked up")
             return
-        if hints is not None and not hints.ending:
-            is_turn = request.get_finished_reason() is FinishReason.STOP
-            ending: EndingName = "turn" if is_turn else "other"
-            hints = replace(hints, ending=ending)
         tokens = self._saved_of(tracked, request.num_tokens)
         self._lookups.note_answer(tracked, tokens, hints)
 

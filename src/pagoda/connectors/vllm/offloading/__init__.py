@@ -4,6 +4,7 @@ hybrid_connector    the connector: vLLM's OffloadingConnector with PagodaKV's sp
 spec                PagodaOffloadingSpec: makes the manager and the workers
 offloading_manager  the scheduler's half: which chunks are hits, which slots new ones get
 lookup_table        the chunks that the scheduler asked for, and what is known of them
+hinted_requests     hints of requests: which chunks of several groups they are about
 chunk_finder        finds those chunks on threads, loads them into host slots and holds them
 offloading_worker   a worker's half: copies between blocks and slots
 messages            the messages between the halves

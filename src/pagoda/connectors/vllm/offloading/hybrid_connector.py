@@ -32,6 +32,7 @@ from pagoda.connectors.vllm.identity.media_names import MediaNames, hashes_media
 from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_step_of
+from pagoda.connectors.vllm.request_hints import hint_reader
 from pagoda.connectors.vllm.supported_engines import (
     check_engine,
     has_states,
@@ -76,13 +77,17 @@ class PagodaHybridConnector(OffloadingConnector):
         if role is KVConnectorRole.SCHEDULER:
             log_choices(vllm_config, kv_cache_config)
             watch_engine_core()
-            self.scheduler.manager.media = MediaNames(hashes_media(vllm_config))
+            manager = self._manager
+            hash_tokens = self.scheduler.config.tokens_per_hash
+            manager.media = MediaNames(hashes_media(vllm_config))
+            manager.hear_hints(
+                hint_reader(vllm_config.model_config, manager.hint_mode),
+                hash_tokens,
+            )
             self._outlet = outlet_of(vllm_config)
             if self._outlet is not None:
                 groups = _event_groups(vllm_config, kv_cache_config)
-                self.scheduler.manager.publish_events(
-                    self._outlet, groups, self.scheduler.config.tokens_per_hash
-                )
+                manager.publish_events(self._outlet, groups, hash_tokens)
         # by request, those that the workers know of
         self._preemptions: dict[str, int] = {}
         self._unheard: set[str] = set()  # preempted since the last step

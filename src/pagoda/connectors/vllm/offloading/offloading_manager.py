@@ -30,13 +30,16 @@ from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
+from pagoda.config.option_values import HintMode
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
+from pagoda.connectors.vllm.offloading.hinted_requests import HintedRequests
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
+from pagoda.connectors.vllm.request_hints import HintReader
 from pagoda.connectors.vllm.request_limits import (
     is_of_embeddings,
     named_tokens,
@@ -133,6 +136,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stored: SimpleQueue[list[bytes]] = SimpleQueue()
         self._events: StoredEvents | None = None
         self._form: VLLMEventForm
+        self._hinted: HintedRequests | None = None
         self._refused = 0
         self._failed = 0
         # in this step a request got no slots within its wait: the process that has the lock may be
@@ -170,6 +174,7 @@ class PagodaOffloadingManager(OffloadingManager):
     ) -> SlotsSpec:
         """Return the slots of hits; they are held until `complete_load`."""
         spec = self._spec(req_context.req_id)
+        self._note_used([bytes(key) for key in keys], req_context)
         for key in keys:
             asked = self._questions.load(bytes(key))
             # vLLM must load only hits; the worker reports that this load failed
@@ -224,13 +229,19 @@ class PagodaOffloadingManager(OffloadingManager):
             for key in keys
             if keeps and self._is_named(request, key, req_context)
         ]
+        self._note_used(names, req_context)
         if self._stuck:
             self._refused += len(names)
             names = []
         left = len(names)
         deadline = Deadline(_RESERVE_SECONDS)
+        context = None
+        if self._hinted is not None:
+            context = self._hinted.context_of(req_context.req_id, root)
         for group, first, run in self._runs(names, req_context):
-            outcomes = self._reserved(request, root, group, first, run, deadline)
+            outcomes = self._reserved(
+                request, root, group, first, run, deadline, context
+            )
             for name, copy in zip(run, outcomes, strict=False):
                 if copy is not None:
                     spec.chunks.append(Placed(group, copy))
@@ -285,6 +296,7 @@ class PagodaOffloadingManager(OffloadingManager):
         first: int,
         run: list[bytes],
         deadline: Deadline,
+        context: int | None,
     ) -> list[ChunkRef | None]:
         """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the
         first refused.
@@ -303,6 +315,7 @@ class PagodaOffloadingManager(OffloadingManager):
             stamp=request.stamp,
             parts=self._parts,
             deadline_seconds=deadline.remaining(),
+            context=context,
         )
         if self._events is not None:
             self._keep_notes(self._events, request, group, first, run, outcomes)
@@ -349,6 +362,8 @@ class PagodaOffloadingManager(OffloadingManager):
         known = self._requests.setdefault(request.request_id, _Request())
         known.source = request
         known.most_named = named_tokens(request)
+        if self._hinted is not None:
+            self._hinted.arrived(request)
         if reads_nothing(request):  # vLLM will not ask for any of it
             self._slots.count_request(
                 request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root
@@ -364,8 +379,17 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Release chunks that only this request waited for."""
-        self._requests.pop(req_context.req_id, None)
+        request = self._requests.pop(req_context.req_id, None)
         self._questions.finished(req_context.req_id)
+        if self._hinted is not None and not self._closed:
+            request = request or _Request(stores=False)
+            self._hinted.finished(
+                req_context.req_id,
+                request.most_named,
+                self._questions.version,
+                self._thread,
+                request.stores and not request.is_doubtful,
+            )
 
     def request_ended(self, request: Any, hash_tokens: int) -> None:
         """Note that a request has ended; log its stored chunks, with the keys of the first group
@@ -377,6 +401,8 @@ class PagodaOffloadingManager(OffloadingManager):
         known = self._requests.get(request.request_id)
         if known is not None:
             known.ended = True
+        if self._hinted is not None:
+            self._hinted.ended(request)
         chains = [
             number
             for number, index in self._numbers.items()
@@ -456,6 +482,30 @@ class PagodaOffloadingManager(OffloadingManager):
                 (time.monotonic() + _LINGER_SECONDS, list(self._storing.values()))
             )
             self._storing.clear()
+
+    @property
+    def hint_mode(self) -> HintMode:
+        """The option `hints`."""
+        return self._cache.config.hints
+
+    def hear_hints(self, reader: HintReader, hash_tokens: int) -> None:
+        """Tell the cache what `reader` reads of requests; call it after `media` is set.
+
+        `hash_tokens`: the tokens of one of vLLM's block hashes.
+        """
+        groups = dict(zip(self._numbers, self._groups, strict=True))
+        self._hinted = HintedRequests(
+            self._cache, groups, reader, self.media, hash_tokens
+        )
+
+    def _note_used(self, names: Sequence[bytes], context: Any) -> None:
+        """Note the chunks that a request offers or loads, for its hints."""
+        if self._hinted is None:
+            return
+        for name in names:
+            group, _ = self._place(name, context)
+            end = context.get_offload_key_position(name) or 0
+            self._hinted.used(context.req_id, name, group, end)
 
     # ---- events and counters
 
