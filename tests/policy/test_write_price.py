@@ -11,7 +11,10 @@ from pagoda.policy.hindsight import Hindsight, HintedHindsight
 from pagoda.policy.reuse_context import (
     KINDS,
     ROWS,
+    Ending,
+    context_of,
     hazards_in_context,
+    row_of,
     worth_of_hazards,
 )
 from pagoda.policy.reuse_worth import AGES, Table, expected, index
@@ -62,6 +65,24 @@ def test_too_dear_is_what_brings_less_than_its_write_costs() -> None:
     assert dear.tolist() == [False, False, True]
 
 
+def row_after(ending: Ending, octave: int, workload: int = 3) -> int:
+    context = np.array([context_of(workload, ending, octave)], np.uint16)
+    return int(row_of(np.zeros(1, np.uint32), context)[0])
+
+
+def test_what_follows_a_tool_call_pays_nothing() -> None:
+    """None of them is asked for, so that all others are too dear."""
+    price = price_of(1.0, {})
+    for octave in range(16):
+        call = row_after(Ending.TOOL_CALL, octave)
+        assert not price.too_dear(np.array([call, call])).any()
+        for ending in set(Ending) - {Ending.TOOL_CALL}:
+            row = row_after(ending, octave)
+            dear = price.too_dear(np.array([row, call, row]))
+            # also a head of it
+            assert dear.tolist() == [False, False, True]
+
+
 def test_some_victims_that_are_worth_nothing_change_no_price() -> None:
     shares = {SELDOM: 2 * HITS_A_WRITE}
     worth = float(index(hazard_of(shares))[SELDOM, 0])
@@ -88,13 +109,13 @@ def hinted(columns: Columns, shares: dict[int, float]) -> HintedHindsight:
     return policy
 
 
-def newcomers(workload: int) -> Newcomers:
+def newcomers(context: int) -> Newcomers:
     return Newcomers(
         START - np.arange(NEWCOMERS),
         np.zeros(NEWCOMERS, np.uint32),
         np.zeros(NEWCOMERS, np.int64),
         np.zeros(NEWCOMERS, np.uint16),
-        workload,
+        context,
     )
 
 
@@ -115,6 +136,24 @@ def test_a_newcomer_is_admitted_if_it_brings_what_its_write_costs() -> None:
     # while least recently used serves more, nothing is refused
     policy._shadow.wins = True
     assert policy.admit(newcomers(1), 0, START) == NEWCOMERS
+
+
+def test_after_a_tool_call_a_newcomer_is_admitted_all_the_same() -> None:
+    columns = columns_of()
+    columns.last_use[:] = START - 10**9
+    columns.hits[:] = 0
+    call, turn = (
+        context_of(1, ending, 5) for ending in (Ending.TOOL_CALL, Ending.TURN)
+    )
+    rows = [row_after(end, 5, 1) for end in (Ending.TOOL_CALL, Ending.TURN)]
+    shares = dict.fromkeys(rows, 1.3 * HITS_A_WRITE)
+    policy = hinted(columns, {SELDOM: HITS_A_WRITE, **shares})
+    policy.rank(0, START, START)
+    assert policy.admit(newcomers(turn), 0, START) == 0
+    assert policy.admit(newcomers(call), 0, START) == NEWCOMERS
+    # worth less than what it would evict: refused as ever
+    policy._worth[rows] = 0
+    assert policy.admit(newcomers(call), 0, START) == 0
 
 
 def test_what_is_learnt_sets_the_prices() -> None:

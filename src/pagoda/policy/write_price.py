@@ -9,14 +9,19 @@ little: it is low whenever a session has just ended, and a newcomer stays for lo
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy.prefill_cost import Costs
+from pagoda.policy.reuse_context import KINDS, Ending, kinds_of_ending
 from pagoda.policy.reuse_worth import Table, expected
 
 HITS_A_WRITE = 0.06
 """What a newcomer must bring: without more, its write costs more than it saves."""
+
+_AFTER_TOOL_CALL = range(KINDS)[kinds_of_ending(Ending.TOOL_CALL)]
 
 Curves = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -70,6 +75,8 @@ class WritePrice:
         return dear
 
     def _brings(self, row: int, cost: float = 1.0) -> float:
+        if row % KINDS in _AFTER_TOOL_CALL:
+            return math.inf
         curves = self._curves
         if row not in curves:
             curves[row] = expected(self._hazard[row])
