@@ -307,14 +307,15 @@ def bookkeeping(
     """
     where = "/dev/shm" if kind == "memory" else "/var/tmp"
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=where) as root:
-        before = _allocated(_HINTS)
         say(f"filling {slots:,} slots, {policy}, {kind} ...")
         ledger = opened(Path(root), slots, policy, kind)
         fill(ledger)
         found = _allocated(Path(root))
         # of a store on a disk
-        for name, nbytes in _allocated(_HINTS).items():
-            found[f"{name} in memory"] = nbytes - before[name]
+        for home in _HINTS.glob("*/store"):
+            if home.read_bytes().startswith(os.fsencode(root)):
+                for name, nbytes in _allocated(home.parent).items():
+                    found[f"{name} in memory"] += nbytes
         ledger.close()
     found["slab"] = 0
     apiece = {name: nbytes / slots for name, nbytes in found.items() if nbytes}
