@@ -12,11 +12,16 @@ calling thread, and their ratio between the two sizes:
     late        how long calls of 4 threads take beyond their deadline of 0.5 s, beside a thread
                 that only sleeps
     idle        processor time and wake-ups of a publisher of KV events while nothing changes
+
+`--only bookkeeping` fills stores of 1,024, 65,536 and 1,048,576 slots, in host memory and on a
+disk, and prints what each takes beside its slab: allocated bytes for each slot, file by file. It
+runs with older trees too: `PYTHONPATH=TREE/src`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -26,9 +31,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from harness import machine, say, seconds_text
 
@@ -47,6 +54,8 @@ _CHUNKS = 16  # of a prompt
 _BATCH = 64
 _THREADS = 4
 _DEADLINE_SECONDS = 0.5
+# the memory of stores on a disk
+_HINTS = Path(f"/dev/shm/pagoda-{os.getuid()}/.hints")
 _OLD = Namespace(model="old")
 _NEW = Namespace(model="new")
 
@@ -56,12 +65,17 @@ def keys(name: str, count: int = _CHUNKS) -> list[bytes]:
     return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(count)]
 
 
-def opened(root: Path, slots: int, policy: str) -> Ledger:
+def opened(
+    root: Path,
+    slots: int,
+    policy: str,
+    kind: Literal["memory", "file"] = "memory",
+) -> Ledger:
     """Open the store of that size."""
     spec = StoreSpec(
         root=root,
         name=f"{policy}-{slots}",
-        kind="memory",
+        kind=kind,
         slots=slots,
         slot_bytes=0,
     )
@@ -285,6 +299,40 @@ def measured(
     return found
 
 
+def bookkeeping(
+    slots: int, policy: str, kind: Literal["memory", "file"]
+) -> dict[str, float]:
+    """Measure the allocated bytes of a full store for each slot, without its slab; and how many of
+    them are in each file.
+    """
+    where = "/dev/shm" if kind == "memory" else "/var/tmp"
+    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=where) as root:
+        say(f"filling {slots:,} slots, {policy}, {kind} ...")
+        ledger = opened(Path(root), slots, policy, kind)
+        fill(ledger)
+        found = _allocated(Path(root))
+        # of a store on a disk
+        for home in _HINTS.glob("*/store"):
+            if home.read_bytes().startswith(os.fsencode(root)):
+                for name, nbytes in _allocated(home.parent).items():
+                    found[f"{name} in memory"] += nbytes
+        ledger.close()
+    found["slab"] = 0
+    apiece = {name: nbytes / slots for name, nbytes in found.items() if nbytes}
+    largest = sorted(apiece.items(), key=lambda each: -each[1])
+    return {"bytes_per_slot": sum(apiece.values()), **dict(largest)}
+
+
+def _allocated(directory: Path) -> Counter[str]:
+    """Return the allocated bytes of all files below a directory, by name."""
+    found = Counter[str]()
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # of another process
+            if path.is_file():
+                found[path.name] += path.stat().st_blocks * 512
+    return found
+
+
 def printed(found: dict[str, dict[str, dict[str, object]]]) -> str:
     """Return the table of all figures."""
     lines = []
@@ -323,6 +371,11 @@ def main() -> None:
         default=["lru", "hindsight"],
         help="the policies of the stores (default: lru hindsight)",
     )
+    parser.add_argument(
+        "--only",
+        choices=("bookkeeping",),
+        help="only what full stores take beside their slabs",
+    )
     parser.add_argument("--idle", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.idle:
@@ -332,6 +385,15 @@ def main() -> None:
     large = _QUICK if options.quick else _LARGE
     calls = 1_000 if options.quick else 10_000
     found: dict[str, dict[str, object]] = {}
+    if options.only:
+        for policy in options.policies:
+            for slots in sorted({_SMALL, _QUICK, large}):
+                found[f"{policy}, {slots:,} slots"] = {
+                    kind: bookkeeping(slots, policy, kind)
+                    for kind in ("memory", "file")
+                }
+        print(json.dumps(found, indent=1) if options.json else printed(found))
+        return
     for policy in options.policies:
         for slots in (_SMALL, large):
             with tempfile.TemporaryDirectory(

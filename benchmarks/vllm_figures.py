@@ -290,35 +290,39 @@ def throughput_figures(plan: Plan) -> list[Figure]:
     included.
     """
     at = house(plan)
-    figures = _no_hit(
-        at.host, at.host, "no_hit_throughput", 0.97, 3 if plan.quick else 24
-    )
+    pairs = 3 if plan.quick else 15
+    figures = _no_hit(at.host, at.host, "no_hit_throughput", (0.97, 0.01), pairs)
     figures += _no_hit(
-        at.both,
-        at.both,
-        "no_hit_throughput_with_disk",
-        0.97,
-        2 if plan.quick else 12,
+        at.both, at.both, "no_hit_throughput_with_disk", (0.97, 0.015), pairs
     )
     if not plan.quick:
         figures += _no_hit(
-            at.without, at.host, "no_hit_throughput_of_two_engines", None, 12
+            at.without,
+            at.host,
+            "no_hit_throughput_of_two_engines",
+            (None, None),
+            12,
         )
     return figures
 
 
 def _no_hit(
-    without: Engine, ours: Engine, name: str, target: float | None, pairs: int
+    without: Engine,
+    ours: Engine,
+    name: str,
+    targets: tuple[float | None, float | None],
+    pairs: int,
 ) -> list[Figure]:
     """Measure pairs of two turns each: without, with, with, without, so that drift of the machine
     affects both sides.
 
     With one engine for both, its connector is attached and detached. Two engines differ in the
-    placement of memory.
+    placement of memory. `targets`: of the processor time of both, and of our share of it.
     """
     at = {"without": without, "with": ours}
     runs: dict[str, list[Turn]] = {kind: [] for kind in at}
     idle: list[float] = []
+    shares: list[float] = []
     ours.call(inside.take)
     for number in range(pairs + 1):
         order = list(at)[:: 1 if number % 2 else -1]
@@ -336,6 +340,7 @@ def _no_hit(
                 other.cpu_seconds() - before if other is not None else 0.0
             )
         if number:  # the first pair warms up
+            shares += map(_our_share, pair["with"])
             for kind, turns in pair.items():
                 seconds, tokens, cpus, settled = zip(*turns, strict=True)
                 cpu: Counter[str] = Counter()
@@ -349,7 +354,20 @@ def _no_hit(
     calls, _ = ours.call(inside.take)
     # of the two turns of a pair, on the engine's own thread
     hooks = sum(map(sum, calls.values())) / (pairs + 1)
-    return _of_pairs(name, target, runs, idle, hooks)
+    whole, share = targets
+    return [
+        *_of_pairs(name, whole, runs, idle, hooks),
+        Figure(
+            f"{name}_our_share",
+            statistics.median(shares),
+            share,
+            "times",
+            {"shares": _rounded(shares, 5)},
+            f"calls and threads of PagodaKV, of the engine's thread in the same turn, of "
+            f"{len(shares)} turns: {min(shares):.2%} {statistics.median(shares):.2%} "
+            f"{max(shares):.2%}",
+        ),
+    ]
 
 
 def _of_pairs(
@@ -445,6 +463,14 @@ def _our_threads(turn: Turn) -> float:
         for thread, spent in turn.cpu_seconds.items()
         if thread.startswith("pagoda")
     )
+
+
+def _our_share(turn: Turn) -> float:
+    """Return the processor time of PagodaKV's calls and threads, over that of the engine's thread
+    outside these calls.
+    """
+    calls = turn.cpu_seconds["calls"]
+    return (calls + _our_threads(turn)) / (turn.cpu_seconds["engine"] - calls)
 
 
 def _seconds(

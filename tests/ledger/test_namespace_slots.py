@@ -94,6 +94,18 @@ def test_hints_that_name_all_slots_remove_no_chunk_of_others(
     assert all(present(ledger, keys(*range(20))))
 
 
+def test_the_search_in_pieces_finds_all_that_is_noted(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.ledger.namespace_slots._PIECE", 24)
+    slots = opened(shm_root, 64).session.namespace_slots
+    noted = [0, 1, 23, 24, 40, 47, 48, 63]  # both ends of each piece
+    slots.note(dict.fromkeys(range(64), 6))
+    slots.note(dict.fromkeys(noted, 7))
+    assert list(slots.of(7)) == noted
+    assert list(slots.of(8)) == []
+
+
 def test_all_rows_are_read_once_and_the_hints_are_right_again(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ class Clearing:
         """Remove the chunks that a clear covers: at most that many, if it is known."""
         dropped = 0
         if pending.number:
-            known = iter(self._session.namespace_slots.of(pending.number))
+            known = self._session.namespace_slots.of(pending.number)
             dropped += self._drop_slots(known, pending, chunks)
             # others may have been evicted meanwhile
             if dropped == chunks or not self._has_chunks(pending.number):

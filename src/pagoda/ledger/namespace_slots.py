@@ -9,7 +9,7 @@ another version, or lost), and then reads all rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ _NAME = "namespace-slots"
 # numbers of namespaces are never used again, so two of one store may have the same low bits: the
 # tables say whose a chunk is
 _LOW = 2**16 - 1
+_PIECE = 1 << 15  # slots that are searched at once
 
 
 class NamespaceSlots:
@@ -49,9 +50,16 @@ class NamespaceSlots:
         for slot, number in namespaces.items():
             cells[slot] = number & _LOW
 
-    def of(self, namespace: int) -> Iterable[int]:
-        """Return the slots that may have chunks of a namespace, by its number."""
-        slots: list[int] = np.flatnonzero(
-            self._numbers == np.uint16(namespace & _LOW)
-        ).tolist()
-        return slots
+    def of(self, namespace: int) -> Iterator[int]:
+        """Find the slots that may have chunks of a namespace, by its number."""
+        wanted = np.uint16(namespace & _LOW)
+        # in pieces, and by `find`: to make an array of a large store takes twice as long, and who
+        # has found enough asks for no more
+        room = bytearray(_PIECE)
+        equal = np.frombuffer(room, np.bool_)
+        for start in range(0, len(self._numbers), _PIECE):
+            piece = self._numbers[start : start + _PIECE]
+            np.equal(piece, wanted, out=equal[: len(piece)])
+            at = -1
+            while (at := room.find(1, at + 1, len(piece))) >= 0:
+                yield start + at

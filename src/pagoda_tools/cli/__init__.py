@@ -28,6 +28,7 @@ line on stderr says what is wrong), 130 interrupted.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import sys
@@ -40,6 +41,10 @@ from pagoda_tools.cli.text_tables import printable
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+# of `mallopt`
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_MAPPED_BYTES = 1 << 20
 
 
 class UsageError(Exception):
@@ -73,6 +78,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # some locales cannot write all names
         sys.stdout.reconfigure(errors="backslashreplace")
+    if args is None:  # the process is this command's own
+        _map_large_buffers()
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
@@ -88,6 +95,19 @@ def main(args: Sequence[str] | None = None) -> int:
             (f"{trouble.filename}: ", USAGE) if trouble.filename else ("", FAILED)
         )
         return _complain(f"{where}{trouble.strerror or trouble}", code)
+
+
+def _map_large_buffers() -> None:
+    """Let glibc map what is larger than a megabyte. Nothing with another C library.
+
+    By itself it takes LMDB's buffers, 3 MiB of each open store, from the heap as soon as something
+    as large was freed there, and clears them; mapped they take only what is used.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        # else it keeps 128 KiB only: what it chooses by itself is this too
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MAPPED_BYTES)
 
 
 def _flushed() -> bool:
