@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -224,6 +226,39 @@ def test_readers_get_in_among_writers_that_never_pause(shm_root: Path) -> None:
         for _ in range(100):
             assert ledger.match_prefix(keys(1, 2)) is not None
     ledger.close()
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_nobody_is_kept_out_by_one_who_comes_again_at_once(
+    tmp_path: Path, exclusive: bool
+) -> None:
+    path = tmp_path / "locks"
+    entries = memoryview(mmap.mmap(-1, 8)).cast("Q")
+
+    def enter() -> None:
+        entries[0] += 1
+        began = time.perf_counter()
+        while time.perf_counter() - began < 200e-6:
+            pass
+
+    def come_again() -> None:
+        gate = Gate(LockFile(path), GateBell(tmp_path / "waiting"))
+
+        def loop() -> None:
+            while True:
+                gate.run(enter, 300, exclusive=True)
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    gate = Gate(LockFile(path), GateBell(tmp_path / "waiting"))
+    between: list[int] = []
+    with Other(come_again):
+        _until(lambda: entries[0] > 0)
+        for _ in range(60):
+            before = entries[0]
+            gate.run(lambda: None, 300, exclusive=exclusive)
+            between.append(entries[0] - before)
+    assert statistics.median(between) < 20, between
 
 
 def _rung_before(

@@ -21,7 +21,7 @@ parent's locks last as long as the child.
 | byte | meaning |
 | --- | --- |
 | 0 | the gate: readers share it, a write transaction holds it exclusively |
-| 1 | intent: a writer holds it until it releases the gate, readers pass through it, so that writers do not starve |
+| 1 | intent: who gets the gate next holds it; all others pass through it, so that nobody starves |
 | 2 | open: shared by all processes that have the store open, exclusive to create, resize, rebuild, discard |
 | 3 | scan: the process that reads the headers of a slab back into the ledger |
 | 4 | labels: the process that writes the files of labels and of clears |
@@ -465,8 +465,7 @@ class Gate:
             both = file.take_gate if exclusive else file.share_gate
             if not _taken(fd, both) and not self._wait(exclusive, both, until):
                 raise DeadlineMissedError
-            if not exclusive:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
             return work()
         finally:
             if entered:
@@ -486,8 +485,8 @@ class Gate:
                     pass
 
     def _wait(self, exclusive: bool, both: bytes, until: float) -> bool:
-        """Sleep until gate and intent can be taken; False if they cannot in time. A writer that has
-        intent, because only readers are inside, gets the gate next.
+        """Sleep until the gate can be taken; False if it cannot in time. Who has intent gets the
+        gate next, whoever else comes: so a thread that was woken loses it once at most.
         """
         bell = self._bell
         place = OTHERS
@@ -504,7 +503,7 @@ class Gate:
                 if not exclusive:
                     bell.ring()  # other readers may come in too
                 return True
-            if exclusive and place == OTHERS and self._lock(INTENT, exclusive):
+            if place == OTHERS and self._lock(INTENT, exclusive=True):
                 place = NEXT
                 continue
             left = until - time.monotonic()
