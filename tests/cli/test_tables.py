@@ -165,7 +165,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
             "--bytes-per-token",
             "4096",
         ],
-        ["policy chunks bytes hit rate optimum of what is possible"],
+        ["policy chunks bytes hit rate saved optimum of what is possible"],
     ),
     "replay by tier": (
         [
