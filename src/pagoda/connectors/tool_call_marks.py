@@ -124,7 +124,9 @@ def _found(tokenizer: Any) -> ToolCallMarks | None:
     for blank in _AFTER[1:]:
         skipped.update(_encoded(tokenizer, blank))
     # in place of a blank that the vocabulary does not have
-    skipped.discard(getattr(tokenizer, "unk_token_id", None) or -1)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None:
+        skipped.discard(unknown)
     log.debug(
         "an answer ends in a tool call if it ends in %s, or has %s",
         sorted(ends),
