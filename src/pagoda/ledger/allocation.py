@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple, Required, TypedDict
 
 from pagoda.base.metrics import Reason
@@ -16,8 +15,11 @@ from pagoda.ledger.lmdb_tables import (
     ENTRY,
     MEMBER,
     MEMBER_KEY,
+    NOBODY,
     PLACE,
+    RESERVATION,
     SLOT_KEY,
+    WRITER,
     Meta,
     Reservation,
 )
@@ -30,7 +32,12 @@ from pagoda.ledger.outcomes import (
     Refused,
     Reserved,
 )
-from pagoda.ledger.transaction import Transaction, window
+from pagoda.ledger.transaction import (
+    CompleteChunk,
+    Filling,
+    Transaction,
+    window,
+)
 
 # an older reservation no longer keeps others from reserving its key
 BUSY_NS = 10_000_000_000
@@ -118,6 +125,17 @@ class BatchResult(NamedTuple):
     totals: Meta
 
 
+@dataclass(eq=False)
+class _Room:
+    """What the batches of one transaction may take: that many slots (`quota`) of these. `taken`:
+    the keys that got one.
+    """
+
+    quota: int
+    slots: Iterator[int]
+    taken: set[bytes] = field(default_factory=set)
+
+
 def reserve(
     transaction: Transaction,
     batches: Sequence[tuple[ReserveRequest, range]],
@@ -129,25 +147,47 @@ def reserve(
     A chunk that one of the batches finds Present is evicted for none of them. `passed_over` and
     `gone` are those of all.
     """
+    found: list[tuple[int, dict[bytes, Present | Busy | Refused]]] = []
     kept: set[int] = set()
-    found: list[tuple[int, dict[bytes, Present | Refused]]] = []
+    new: set[bytes] = set()
     for request, batch in batches:
         number = transaction.namespace(request.namespace)
         keys = request.keys[batch.start : batch.stop]
-        present = _present(transaction, keys, number)
-        found.append((number, present))
-        for one in present.values():
+        known = _known(transaction, keys, number)
+        found.append((number, known))
+        for one in known.values():
             if isinstance(one, Present):
                 kept.add(one.slot)
+        admitted = keys[: max(0, request.end - batch.start)]
+        new.update(key for key in admitted if key not in known)
+    quota = _quota(transaction)
+    count = min(len(new), quota)
+    slots = transaction.take_free(count)
     looked_at = LookedAt([], [])
-    slots = chain(
-        transaction.free_slots(),
-        _more_slots(transaction, victims, kept, looked_at),
-    )
+    if len(slots) < count:
+        reap(transaction, _REAP_AT_ONCE)
+        slots += transaction.take_free(count - len(slots))
+        slots += transaction.evict(victims, count - len(slots), kept, *looked_at)
+    room = _Room(quota, iter(slots))
     return [
-        _reserve_batch(transaction, request, batch, *known, slots, looked_at)
+        _reserve_batch(transaction, request, batch, *known, room, looked_at)
         for (request, batch), known in zip(batches, found, strict=True)
     ]
+
+
+def _quota(transaction: Transaction) -> int:
+    """Return how many more slots this member may reserve."""
+    meta = transaction.meta
+    row = transaction.get(
+        MEMBER_KEY.pack(transaction.member), None, transaction.tables.members
+    )
+    owed = 0
+    if row is not None:
+        change = transaction.owed.get(transaction.member, 0)
+        owed = max(0, MEMBER.unpack(row)[2] + change)
+    # at least as many as one reserve asks for
+    most = max(meta.with_pages() // 4, window(meta.slots))
+    return max(0, most - owed)
 
 
 def _reserve_batch(
@@ -155,82 +195,42 @@ def _reserve_batch(
     request: ReserveRequest,
     batch: range,
     number: int,
-    present: Mapping[bytes, Present | Refused],
-    slots: Iterator[int],
+    known: Mapping[bytes, Present | Busy | Refused],
+    room: _Room,
     looked_at: LookedAt,
 ) -> BatchResult:
-    """Reserve what is not `present` in a namespace, as long as there are `slots`."""
+    """Reserve what is not `known` in a namespace, as long as there is room."""
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
-    # at least as many as one reserve asks for
-    quota = max(meta.with_pages() // 4, window(meta.slots))
-    member = transaction.get(
-        MEMBER_KEY.pack(transaction.member), db=transaction.tables.members
-    )
-    owed = (
-        max(
-            0,
-            MEMBER.unpack(member)[2]
-            + transaction.owed.get(transaction.member, 0),
-        )
-        if member
-        else 0
-    )
     outcomes: list[Outcome] = []
+    fillings: list[Filling] = []
+    served = len(keys)
     link = _linked(
         transaction,
         request.keys[batch.start - 1] if batch.start else request.parent,
     )
-    made = 0
-    served = len(keys)
-    get = transaction.get
-    pending = transaction.tables.pending
     for i, key in enumerate(keys):
-        outcome: Outcome | None = present.get(key)
-        if outcome is None and (place := get(key, None, pending)) is not None:
-            outcome = _busy(transaction, key, place)
+        outcome: Outcome | None = known.get(key)
+        if outcome is None and key in room.taken:
+            outcome = Busy(key, transaction.member)
         if outcome is None and batch[i] >= request.end:
             outcome = Refused(key, Reason.NOT_ADMITTED)
-        if outcome is None and owed + made >= quota:
+        if outcome is None and len(room.taken) >= room.quota:
             outcome = Refused(key, Reason.FULL)
-        if outcome is None and (slot := next(slots, None)) is not None:
-            # as late as this, so that a namespace without reservations takes no space
+        if outcome is None and (slot := next(room.slots, None)) is not None:
+            # as late as this, so that a namespace without reservations takes no space;
+            # before the generation, which must not be below its watermark
             number = (
                 number
                 or transaction.namespace(request.namespace)
                 or transaction.add_namespace(request.namespace)
             )
-            reservation = Reservation(
-                transaction.next_generation(),
-                transaction.member,
-                request.stamp - first - i,
-                transaction.now,
-                number,
-                first + i,
-                request.tokens,
-                key,
-                (transaction.member,) * request.parts,
-            )
-            place = PLACE.pack(slot, reservation.generation)
-            transaction.put(
-                SLOT_KEY.pack(slot),
-                reservation.pack(),
-                db=transaction.tables.reserved,
-            )
-            transaction.put(key, place, db=transaction.tables.pending)
-            meta.reserved += 1
-            transaction.publish_filling(
-                slot,
-                reservation.generation,
-                key,
-                request.hits.get(batch[i], 0),
-                first + i,
-                link,
-                number,
-            )
-            made += 1
-            outcome = Reserved(key, slot, reservation.generation)
+            outcome = Reserved(key, slot, meta.next_generation)
+            meta.next_generation += 1
+            room.taken.add(key)
+            hits = request.hits.get(batch[i], 0)
+            fillings.append(Filling(*outcome, hits, first + i, link))
         if outcome is None:
             served = min(served, i)
             outcome = Refused(
@@ -244,11 +244,45 @@ def _reserve_batch(
             if isinstance(outcome, _WITHOUT_SLOT)
             else (outcome.slot, outcome.generation)
         )
-    transaction.owed[transaction.member] += made
-    if number:
-        transaction.add_to_namespace(number, reservations=made)
+    if fillings:
+        _add_reservations(transaction, request, number, fillings)
     request.made.append((transaction, outcomes))
     return BatchResult(outcomes, *looked_at, served, meta)
+
+
+def _add_reservations(
+    transaction: Transaction,
+    request: ReserveRequest,
+    number: int,
+    fillings: Sequence[Filling],
+) -> None:
+    """Add the rows of new reservations of a request, and publish them after the commit."""
+    member = transaction.member
+    writers = WRITER.pack(member) * request.parts
+    reserved: list[tuple[bytes, bytes]] = []
+    pending: list[tuple[bytes, bytes]] = []
+    for key, slot, generation, _, position, _ in fillings:
+        stamp = request.stamp - position
+        row = RESERVATION.pack(
+            generation,
+            member,
+            stamp,
+            transaction.now,
+            number,
+            position,
+            request.tokens,
+            key,
+            request.parts,
+        )
+        reserved.append((SLOT_KEY.pack(slot), row + writers))
+        pending.append((key, PLACE.pack(slot, generation)))
+    tables = transaction.tables
+    transaction.txn.cursor(tables.reserved).putmulti(reserved)
+    transaction.txn.cursor(tables.pending).putmulti(pending)
+    transaction.meta.reserved += len(fillings)
+    transaction.owed[member] += len(fillings)
+    transaction.add_to_namespace(number, reservations=len(fillings))
+    transaction.publish_filling(fillings, number)
 
 
 def commit(
@@ -259,11 +293,64 @@ def commit(
     Counts what becomes visible, and what was superseded, each chunk once: by its last part and by
     its first one.
     """
+    tables = transaction.tables
+    mine = WRITER.pack(transaction.member)
+    begin = RESERVATION.size + part * WRITER.size
+    end = begin + WRITER.size
     # read once for each namespace, since a commit clears nothing
     watermarks: dict[int, int] = {}
-    results = [
-        _commit_one(transaction, item, part, watermarks) for item in reserved
-    ]
+    results: list[CommitResult] = []
+    ended: list[tuple[int, int]] = []  # owner and namespace
+    # the chunks of which no part is missing, and where their results are
+    whole: list[CompleteChunk] = []
+    at: list[int] = []
+    for key, slot, generation in reserved:
+        results.append(CommitResult.LOST)
+        place = SLOT_KEY.pack(slot)
+        row = transaction.get(place, None, tables.reserved)
+        if row is None:
+            continue
+        found, owner, stamp, _, number, position, tokens, own, parts = (
+            RESERVATION.unpack_from(row)
+        )
+        if found != generation or own != key:
+            continue
+        if not 0 <= part < parts:
+            raise ValueError(f"part {part} of a chunk of {parts} parts")
+        if row[begin:end] != mine:
+            continue
+        latest = transaction.get(key, None, tables.pending)
+        is_latest = latest == PLACE.pack(slot, generation)
+        if number not in watermarks:
+            watermarks[number] = transaction.watermark(number)
+        wanted = is_latest and generation >= watermarks[number]
+        row = row[:begin] + NOBODY + row[end:]
+        if any(row[RESERVATION.size :]):  # other parts are missing
+            transaction.put(place, row, db=tables.reserved)
+            if wanted:
+                results[-1] = CommitResult.PART
+            continue
+        transaction.delete(place, b"", tables.reserved)
+        ended.append((owner, number))
+        if is_latest:
+            transaction.delete(key, b"", tables.pending)
+        if wanted:
+            at.append(len(results) - 1)
+            whole.append(
+                CompleteChunk(
+                    key, slot, generation, number, position, tokens, stamp
+                )
+            )
+        else:
+            transaction.free_slot(slot)
+    transaction.end_reservations(ended)
+    attached = transaction.attach(whole)
+    for index, chunk, is_new in zip(at, whole, attached, strict=True):
+        if is_new:
+            results[index] = CommitResult.WHOLE
+        else:
+            transaction.free_slot(chunk.slot)
+    transaction.stored += results.count(CommitResult.WHOLE)
     if part == 0:
         transaction.counts["drop_superseded"] += results.count(CommitResult.LOST)
     return results
@@ -295,42 +382,19 @@ def adopt(
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 
-def _more_slots(
-    transaction: Transaction,
-    victims: Sequence[tuple[int, int]],
-    kept: set[int],
-    looked_at: LookedAt,
-) -> Iterator[int]:
-    """Take the slots that a batch may have once none is free: those of dead members, then those of
-    victims.
-
-    Ends when no slot is left: after the first key that gets none, no key gets a slot.
+def _known(
+    transaction: Transaction, keys: Sequence[bytes], number: int
+) -> dict[bytes, Present | Busy | Refused]:
+    """Return which keys have a chunk, or are being stored. A chunk of another namespace must not
+    be taken for the caller's.
     """
-    reap(transaction, _REAP_AT_ONCE)
-    yield from transaction.free_slots()
-    for slot, generation in victims:
-        key = transaction.key_of(slot, generation)
-        # that chunk was evicted after the policy named it; the slot's new chunk is not a victim
-        if key is None:
-            looked_at.gone.append(slot)
-        elif slot in kept or transaction.is_protected(slot, key):
-            looked_at.passed_over.append(slot)
-        else:
-            transaction.detach_chunk(slot, Reason.EVICTED)
-            yield slot
-
-
-def _present(
-    transaction: Transaction, keys: Sequence[bytes], number: int | None
-) -> dict[bytes, Present | Refused]:
-    """Return which keys have a chunk. A chunk of another namespace must not be taken for the
-    caller's.
-    """
-    found: dict[bytes, Present | Refused] = {}
+    found: dict[bytes, Present | Busy | Refused] = {}
     tables = transaction.tables
+    get = transaction.get
     clearing = bool(tables.pending_clears(transaction.txn))
+    storing = transaction.meta.reserved > 0
     for key in keys:
-        row = transaction.get(key, None, tables.entries)
+        row = get(key, None, tables.entries)
         if (
             row is not None
             and clearing
@@ -346,6 +410,10 @@ def _present(
                 if own
                 else Refused(key, Reason.OTHER_NAMESPACE)
             )
+        elif storing and (place := get(key, None, tables.pending)) is not None:
+            busy = _busy(transaction, key, place)
+            if busy is not None:
+                found[key] = busy
     return found
 
 
@@ -383,53 +451,6 @@ def _linked(
         parent, db=tables.pending
     )
     return PLACE.unpack_from(row) if row is not None else None
-
-
-def _commit_one(
-    transaction: Transaction,
-    item: Reserved,
-    part: int,
-    watermarks: dict[int, int],
-) -> CommitResult:
-    reservation = transaction.reservation(item.slot, item.generation)
-    if reservation is None or reservation.key != item.key:
-        return CommitResult.LOST
-    if not 0 <= part < len(reservation.writers):
-        raise ValueError(
-            f"part {part} of a chunk of {len(reservation.writers)} parts"
-        )
-    if reservation.writers[part] != transaction.member:
-        return CommitResult.LOST
-    writers = reservation.writers
-    writers = (*writers[:part], 0, *writers[part + 1 :])
-    latest = transaction.is_latest(reservation)
-    if reservation.namespace not in watermarks:
-        watermarks[reservation.namespace] = transaction.watermark(
-            reservation.namespace
-        )
-    wanted = (
-        latest and reservation.generation >= watermarks[reservation.namespace]
-    )
-    if any(writers):
-        row = reservation._replace(writers=writers).pack()
-        transaction.put(
-            SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved
-        )
-        return CommitResult.PART if wanted else CommitResult.LOST
-    transaction.unreserve(item.slot, reservation, latest)
-    if not wanted or not transaction.attach_chunk(
-        item.slot,
-        item.generation,
-        reservation.namespace,
-        reservation.position,
-        reservation.tokens,
-        item.key,
-    ):
-        transaction.free_slot(item.slot)
-        return CommitResult.LOST
-    transaction.ready[item.slot] = reservation.stamp
-    transaction.stored += 1
-    return CommitResult.WHOLE
 
 
 def _abort_one(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, islice
+from itertools import compress
 
 import lmdb
 
@@ -51,16 +51,8 @@ def vacate(
     """
     if in_memory and has_device(transaction):
         return []
-    slots = list(islice(transaction.free_slots(), count))
-    for slot, generation in victims:
-        key = transaction.key_of(slot, generation)
-        if (
-            len(slots) < count
-            and key is not None
-            and not transaction.is_protected(slot, key)
-        ):
-            transaction.detach_chunk(slot, Reason.EVICTED)
-            slots.append(slot)
+    slots = transaction.take_free(count)
+    slots += transaction.evict(victims, count - len(slots), (), [], [])
     for slot in slots:
         transaction.mark_bare(slot)
     return slots

@@ -57,11 +57,13 @@ MEMBER_KEY = Struct(">Q")
 NAMESPACE = Struct("<32sQII")
 NUMBER = Struct(">Q")
 _META = Struct("<12Q")
-_RESERVATION = Struct("<QQqqQII32sH")
-_WRITER = Struct("<Q")
-_ONE_WRITER_BYTES = _RESERVATION.size + _WRITER.size
+# followed by a WRITER for each part
+RESERVATION = Struct("<QQqqQII32sH")
+WRITER = Struct("<Q")
+_ONE_WRITER_BYTES = RESERVATION.size + WRITER.size
 Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
+NOBODY = WRITER.pack(NO_MEMBER)  # the writer of a part that is stored
 NO_NAMESPACE = 0  # no namespace has this number
 META_ROW = b"meta"
 COUNTERS_ROW = b"counters"
@@ -181,25 +183,25 @@ class Reservation(NamedTuple):
     def pack(self) -> bytes:
         """Return the row as bytes."""
         writers = self[8]
-        row: bytes = _RESERVATION.pack(*self[:8], len(writers))
+        row: bytes = RESERVATION.pack(*self[:8], len(writers))
         if len(writers) == 1:
-            return row + _WRITER.pack(writers[0])
-        return row + b"".join(map(_WRITER.pack, writers))
+            return row + WRITER.pack(writers[0])
+        return row + b"".join(map(WRITER.pack, writers))
 
     @staticmethod
     def packed_writers(row: bytes) -> bytes:
         """Return the writers of a row, as they are in it: equal for equal writers."""
-        return row[_RESERVATION.size :]
+        return row[RESERVATION.size :]
 
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""
         if len(row) == _ONE_WRITER_BYTES:
-            writers = _WRITER.unpack_from(row, _RESERVATION.size)
+            writers = WRITER.unpack_from(row, RESERVATION.size)
         else:
-            rest = _WRITER.iter_unpack(row[_RESERVATION.size :])
+            rest = WRITER.iter_unpack(row[RESERVATION.size :])
             writers = tuple(chain.from_iterable(rest))
-        return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
+        return cls._make((*RESERVATION.unpack_from(row)[:8], writers))
 
 
 # tables that are open without a gate

@@ -23,7 +23,7 @@ from pagoda.ledger.lmdb_tables import (
     Reservation,
 )
 from pagoda.ledger.member_counters import MEMBER_ROWS, fold
-from pagoda.ledger.transaction import Transaction
+from pagoda.ledger.transaction import Filling, Transaction
 
 # a copy by a GPU may outlive the process that began it
 DEVICE_GRACE_NS = 5_000_000_000
@@ -164,9 +164,8 @@ def publish_committed(
             continue
         generation, namespace, position, _, key = SLOT.unpack(row)
         if columns.generation[slot] != generation or columns.key_of(slot) != key:
-            transaction.publish_filling(
-                slot, generation, key, 0, position, None, namespace
-            )
+            filling = Filling(key, slot, generation, 0, position, None)
+            transaction.publish_filling([filling], namespace)
         transaction.ready[slot] = stamp
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
 

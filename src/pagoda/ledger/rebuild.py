@@ -13,7 +13,7 @@ from pagoda.ledger.lmdb_tables import PLACE
 from pagoda.ledger.locks import SCAN
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import FIRST_OFFSET
-from pagoda.ledger.transaction import Transaction
+from pagoda.ledger.transaction import CompleteChunk, Filling, Transaction
 
 
 def unscanned(ledger: Ledger) -> range:
@@ -102,16 +102,22 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
     number = transaction.namespace(
         chunk.namespace_root
     ) or transaction.add_namespace(chunk.namespace_root)
-    if not transaction.attach_chunk(
-        slot, chunk.sequence, number, chunk.position, chunk.tokens, chunk.key
-    ):
-        return False
-    transaction.publish_filling(
-        slot, chunk.sequence, chunk.key, 0, chunk.position, None, number
-    )
     # Older than everything that is used from now on. Sequences rise along a chain, but its tail
     # must be the oldest.
-    transaction.ready[slot] = max(
-        0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position
+    stamp = max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position)
+    complete = CompleteChunk(
+        chunk.key,
+        slot,
+        chunk.sequence,
+        number,
+        chunk.position,
+        chunk.tokens,
+        stamp,
     )
-    return True
+    [added] = transaction.attach([complete])
+    if added:
+        filling = Filling(
+            chunk.key, slot, chunk.sequence, 0, chunk.position, None
+        )
+        transaction.publish_filling([filling], number)
+    return added

@@ -8,9 +8,10 @@ change the tables through it.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import compress
+from typing import NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
@@ -38,6 +39,8 @@ from pagoda.ledger.lmdb_tables import (
 )
 
 BATCH = 64  # chunks per transaction
+# for a slot without a chunk, in place of the fields of its row
+_NO_CHUNK = (-1, 0, 0, 0, b"")
 
 T = TypeVar("T")
 
@@ -50,6 +53,31 @@ def batches(items: Sequence[T]) -> list[Sequence[T]]:
 def window(slots: int) -> int:
     """Return how many slots one reserve gets at most."""
     return max(1, slots // 8)
+
+
+class Filling(NamedTuple):
+    """A slot that is being filled: what is published of it. `hits`: those with which the chunk
+    begins. `parent`: slot and generation.
+    """
+
+    key: bytes
+    slot: int
+    generation: int
+    hits: int
+    position: int
+    parent: tuple[int, int] | None
+
+
+class CompleteChunk(NamedTuple):
+    """A chunk in a slot, all of which is stored. `namespace`: its number. `stamp`: its recency."""
+
+    key: bytes
+    slot: int
+    generation: int
+    namespace: int
+    position: int
+    tokens: int
+    stamp: int
 
 
 class Transaction:
@@ -100,10 +128,7 @@ class Transaction:
         self._alive = alive
         self._known_alive = {member: True, 0: False}
         self._generations: dict[int, int] = {}
-        # slot -> key, hits, position, parent slot and its generation
-        self._filling: dict[
-            int, tuple[bytes, int, int, tuple[int, int] | None]
-        ] = {}
+        self._filling: dict[int, Filling] = {}
         self._ghosts: dict[Reason, list[tuple[int, bytes]]] = {}  # slot, key
 
     # ---- slots
@@ -113,18 +138,60 @@ class Transaction:
         self.meta.next_generation += 1
         return self.meta.next_generation - 1
 
-    def free_slots(self) -> Iterator[int]:
-        """Take free slots, one by one, until there is none."""
+    def take_free(self, count: int) -> list[int]:
+        """Take up to `count` free slots that have pages."""
         meta = self.meta
-        if meta.free() > meta.backed - meta.unused:
-            cursor = self.txn.cursor(db=self.tables.free)
-            while cursor.first():
-                slot: int = SLOT_KEY.unpack(cursor.key())[0]
+        slots: list[int] = []
+        if count and meta.free() > meta.backed - meta.unused:
+            cursor = self.txn.cursor(self.tables.free)
+            while len(slots) < count and cursor.first():
+                slots += SLOT_KEY.unpack(cursor.key())
                 cursor.delete()
-                yield slot
-        while meta.unused < meta.backed:
-            meta.unused += 1
-            yield meta.unused - 1
+        never_used = min(count - len(slots), meta.backed - meta.unused)
+        slots += range(meta.unused, meta.unused + never_used)
+        meta.unused += never_used
+        return slots
+
+    def evict(
+        self,
+        victims: Iterable[tuple[int, int]],
+        count: int,
+        kept: Container[int],
+        passed_over: list[int],
+        gone: list[int],
+    ) -> list[int]:
+        """Remove the chunks of up to `count` victims from the tables; return their slots, which the
+        caller then owns.
+
+        Args:
+            victims: slots, each with the generation of the chunk that may go.
+            count: of chunks.
+            kept: slots whose chunk stays.
+            passed_over: gets the slots whose chunk is kept, pinned or held.
+            gone: gets the slots whose chunk is another one.
+        """
+        get = self.get
+        tables = self.tables
+        removed: list[tuple[int, bytes, int]] = []
+        for slot, generation in victims:
+            if len(removed) == count:
+                break
+            place = SLOT_KEY.pack(slot)
+            row = get(place, None, tables.slots)
+            found, namespace, _, _, key = _NO_CHUNK
+            if row is not None:
+                found, namespace, _, _, key = SLOT.unpack(row)
+            # that chunk was evicted after the policy named it; the slot's new chunk is no victim
+            if found != generation:
+                gone.append(slot)
+            elif slot in kept or self._is_protected(slot, key):
+                passed_over.append(slot)
+            else:
+                self.delete(place, b"", tables.slots)
+                self.delete(key, b"", tables.entries)
+                removed.append((slot, key, namespace))
+        self._note_removed(removed, Reason.EVICTED)
+        return [slot for slot, _, _ in removed]
 
     def free_slot(self, slot: int) -> None:
         """Put a slot among the free ones, with a new generation, so that a read in progress is not
@@ -162,44 +229,58 @@ class Transaction:
         """
         self.meta.backed = max(self.meta.backed, backed)
 
-    def attach_chunk(
-        self,
-        slot: int,
-        generation: int,
-        namespace: int,
-        position: int,
-        tokens: int,
-        key: bytes,
-    ) -> bool:
-        """Add the chunk of a slot to the tables, unless the key has one; return whether it did."""
-        entry = ENTRY.pack(slot, generation, namespace, position)
-        if not self.put(key, entry, overwrite=False, db=self.tables.entries):
-            return False
-        row = SLOT.pack(generation, namespace, position, tokens, key)
-        self.put(SLOT_KEY.pack(slot), row, db=self.tables.slots)
-        self.meta.ready += 1
-        self.add_to_namespace(namespace, chunks=1)
-        return True
+    def attach(self, chunks: Sequence[CompleteChunk]) -> list[bool]:
+        """Add chunks to the tables; return for each whether it was added: not if its key has
+        one.
+        """
+        tables = self.tables
+        added: list[bool] = []
+        rows: list[tuple[bytes, bytes]] = []
+        for key, slot, generation, namespace, position, tokens, stamp in chunks:
+            entry = ENTRY.pack(slot, generation, namespace, position)
+            is_new = self.put(key, entry, overwrite=False, db=tables.entries)
+            added.append(is_new)
+            if is_new:
+                row = SLOT.pack(generation, namespace, position, tokens, key)
+                rows.append((SLOT_KEY.pack(slot), row))
+                self.ready[slot] = stamp
+        self.txn.cursor(tables.slots).putmulti(rows)
+        self.meta.ready += len(rows)
+        new = compress((one.namespace for one in chunks), added)
+        for namespace, count in Counter(new).items():
+            self.add_to_namespace(namespace, chunks=count)
+        return added
 
     def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
         """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns
         the slot.
         """
-        # by position here and below: a third faster than by name
         row = self.pop(SLOT_KEY.pack(slot), self.tables.slots)
         if row is None:
             return None
-        fields = SLOT.unpack(row)
-        namespace: int = fields[1]
-        key: bytes = fields[-1]
+        _, namespace, _, _, key = SLOT.unpack(row)
         self.delete(key, b"", self.tables.entries)
-        self.meta.ready -= 1
-        self.add_to_namespace(namespace, chunks=-1)
-        self._ghosts.setdefault(reason, []).append((slot, key))
-        self.counts[
-            "evicted_chunks" if reason is Reason.EVICTED else "removed_chunks"
-        ] += 1
-        return key
+        self._note_removed([(slot, key, namespace)], reason)
+        return bytes(key)
+
+    def _note_removed(
+        self, chunks: Sequence[tuple[int, bytes, int]], reason: Reason
+    ) -> None:
+        """Count chunks (slot, key, number of the namespace) that left the tables, and let them
+        leave ghosts.
+        """
+        self.meta.ready -= len(chunks)
+        evicted = reason is Reason.EVICTED
+        self.counts["evicted_chunks" if evicted else "removed_chunks"] += len(
+            chunks
+        )
+        ghosts = self._ghosts.setdefault(reason, [])
+        ghosts += [(slot, key) for slot, key, _ in chunks]
+        for slot, _, _ in chunks:
+            self.ready.pop(slot, None)
+        of_each = Counter(namespace for _, _, namespace in chunks)
+        for namespace, count in of_each.items():
+            self.add_to_namespace(namespace, chunks=-count)
 
     def remove_chunk(self, slot: int, reason: Reason) -> bool:
         """Remove the chunk of a slot, pinned or held; the slot is free at once, or when its last
@@ -251,7 +332,7 @@ class Transaction:
         key: bytes = fields[-1]
         return key if held == generation else None
 
-    def is_protected(self, slot: int, key: bytes) -> bool:
+    def _is_protected(self, slot: int, key: bytes) -> bool:
         """Whether the chunk in a slot is pinned, or held by a living member."""
         return self.get(key, None, self.tables.pins) is not None or bool(
             self.holders(slot)
@@ -270,22 +351,16 @@ class Transaction:
     # ---- reservations
 
     def publish_filling(
-        self,
-        slot: int,
-        generation: int,
-        key: bytes,
-        hits: int,
-        position: int,
-        parent: tuple[int, int] | None,
-        namespace: int,
+        self, fillings: Iterable[Filling], namespace: int
     ) -> None:
-        """Publish, after the commit, that a slot is being filled with a key of a namespace (by
+        """Publish, after the commit, that slots are being filled with chunks of a namespace (by
         number).
         """
-        self._generations[slot] = generation
-        self.ready.pop(slot, None)
-        self._filling[slot] = key, hits, position, parent
-        self.namespace_of[slot] = namespace
+        for one in fillings:
+            slot = one.slot
+            self._generations[slot] = one.generation
+            self._filling[slot] = one
+            self.namespace_of[slot] = namespace
 
     def reservation(self, slot: int, generation: int) -> Reservation | None:
         """Return the reservation of that slot, if it still has that generation."""
@@ -304,9 +379,14 @@ class Transaction:
         self.delete(SLOT_KEY.pack(slot), b"", self.tables.reserved)
         if self.is_latest(reservation) if latest is None else latest:
             self.delete(reservation.key, b"", self.tables.pending)
-        self.meta.reserved -= 1
-        self.add_to_namespace(reservation.namespace, reservations=-1)
-        self.owed[reservation.owner] -= 1
+        self.end_reservations([(reservation.owner, reservation.namespace)])
+
+    def end_reservations(self, ended: Sequence[tuple[int, int]]) -> None:
+        """Count reservations (owner, number of the namespace) whose rows were removed."""
+        self.meta.reserved -= len(ended)
+        for (owner, namespace), count in Counter(ended).items():
+            self.owed[owner] -= count
+            self.add_to_namespace(namespace, reservations=-count)
 
     def forget_pending(self, reservation: Reservation) -> None:
         """Remove the pending key of a reservation, if it is still the latest, so that others may
@@ -469,7 +549,7 @@ class Transaction:
             last_use[slot] = NOT_READY
             generation[slot] = number
             lease_until[slot] = hits[slot] = 0
-        for slot, (key, asked, place, parent) in self._filling.items():
+        for key, slot, _, asked, place, parent in self._filling.values():
             keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
             hits[slot] = asked
             position[slot] = place
@@ -480,9 +560,7 @@ class Transaction:
             parent_slot[slot], parent_generation[slot] = link
         # a chunk that has a ghost begins with hits, unless this transaction made the ghost
         back = [
-            key
-            for key, asked, *_ in self._filling.values()
-            if asked or self._ghosts
+            one.key for one in self._filling.values() if one.hits or self._ghosts
         ]
         if back:
             columns.table.forget(marks_of(back))
