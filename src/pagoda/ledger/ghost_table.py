@@ -241,6 +241,8 @@ class GhostTable:
             return _NONE, _NONE
         places = (marks % self._places).astype(np.int64)
         same = self._marks[places] == marks[:, None]
+        if not same.any():
+            return _NONE, _NONE
         same &= self._uses[places] > 0
         known = np.flatnonzero(same.any(axis=1))
         return known, places[known] * WAYS + same[known].argmax(axis=1)

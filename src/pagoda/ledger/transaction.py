@@ -184,7 +184,11 @@ class Transaction:
             # that chunk was evicted after the policy named it; the slot's new chunk is no victim
             if found != generation:
                 gone.append(slot)
-            elif slot in kept or self._is_protected(slot, key):
+            elif (
+                slot in kept
+                or get(key, None, tables.pins) is not None
+                or (get(place, None, tables.holds) and self.holders(slot))
+            ):
                 passed_over.append(slot)
             else:
                 self.delete(place, b"", tables.slots)
@@ -331,12 +335,6 @@ class Transaction:
         held: int = fields[0]
         key: bytes = fields[-1]
         return key if held == generation else None
-
-    def _is_protected(self, slot: int, key: bytes) -> bool:
-        """Whether the chunk in a slot is pinned, or held by a living member."""
-        return self.get(key, None, self.tables.pins) is not None or bool(
-            self.holders(slot)
-        )
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Return the living members that hold the chunk in a slot."""
