@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pagoda.ledger import (
     Refused,
     Reserved,
     admin,
+    allocation,
 )
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
@@ -440,3 +442,23 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
     assert room.slot not in [slot for slot, _ in named]
     assert sum(present(ledger, [one.key for one in old])) == ledger.slots - 2
     ledger.abort([room])
+
+
+def test_a_chunk_that_a_call_finds_is_no_victim_of_the_same_call(
+    ledger: Ledger,
+) -> None:
+    stored = put_alone(ledger, range(100, 100 + ledger.slots))
+    found, other = stored[:2]
+    request = allocation.ReserveRequest(
+        [found.key, *keys(888)], ledger.stamp(), namespace=TENANT
+    )
+    reserve = partial(
+        allocation.reserve,
+        batches=[(request, range(2))],
+        victims=[one[1:] for one in (found, other)],
+    )
+    [made] = ledger.session.write(reserve)
+    assert made.outcomes[0] == Present(*found)
+    assert made.passed_over == [found.slot]
+    assert [room.slot for room in reserved(made.outcomes[1:])] == [other.slot]
+    ledger.abort(made.outcomes)

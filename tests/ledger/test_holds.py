@@ -121,6 +121,17 @@ def test_each_hold_of_one_process_is_ended_by_itself(ledger: Ledger) -> None:
     assert gauge(ledger, "reserved") == 0
 
 
+def test_a_chunk_that_has_taken_the_slot_since_is_not_held(
+    ledger: Ledger,
+) -> None:
+    [before] = put(ledger, keys(1))
+    removed(ledger, [before])
+    after = put(ledger, keys(2))
+    assert [one.slot for one in after] == [before.slot]
+    assert ledger.hold(*places([before])) == [False]
+    assert ledger.hold(*places(after)) == [True]
+
+
 def test_a_holder_that_leaves_frees_what_it_held(
     shm_root: Path, ledger: Ledger
 ) -> None:
