@@ -169,10 +169,23 @@ def reserve(
         slots += transaction.take_free(count - len(slots))
         slots += transaction.evict(victims, count - len(slots), kept, *looked_at)
     room = _Room(quota, iter(slots))
-    return [
-        _reserve_batch(transaction, request, batch, *known, room, looked_at)
-        for (request, batch), known in zip(batches, found, strict=True)
-    ]
+    results: list[BatchResult] = []
+    for (request, batch), (number, known) in zip(batches, found, strict=True):
+        answer = _answer(transaction, request, batch, number, known, room)
+        request.made.append((transaction, answer.outcomes))
+        if answer.fillings:
+            _add_rows(transaction, request, answer)
+            count = len(answer.fillings)
+            transaction.meta.reserved += count
+            transaction.owed[transaction.member] += count
+            transaction.add_to_namespace(answer.number, reservations=count)
+            transaction.publish_filling(answer.fillings, answer.number)
+        results.append(
+            BatchResult(
+                answer.outcomes, *looked_at, answer.served, transaction.meta
+            )
+        )
+    return results
 
 
 def _quota(transaction: Transaction) -> int:
@@ -190,16 +203,26 @@ def _quota(transaction: Transaction) -> int:
     return max(0, most - owed)
 
 
-def _reserve_batch(
+class _Answer(NamedTuple):
+    """What becomes of a batch of keys of a namespace (its number). `served`: see `BatchResult`."""
+
+    outcomes: list[Outcome]
+    fillings: list[Filling]
+    served: int
+    number: int
+
+
+def _answer(
     transaction: Transaction,
     request: ReserveRequest,
     batch: range,
     number: int,
     known: Mapping[bytes, Present | Busy | Refused],
     room: _Room,
-    looked_at: LookedAt,
-) -> BatchResult:
-    """Reserve what is not `known` in a namespace, as long as there is room."""
+) -> _Answer:
+    """Return what becomes of each key: what is not `known` in the namespace gets a slot, as long as
+    there is room.
+    """
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
@@ -244,31 +267,25 @@ def _reserve_batch(
             if isinstance(outcome, _WITHOUT_SLOT)
             else (outcome.slot, outcome.generation)
         )
-    if fillings:
-        _add_reservations(transaction, request, number, fillings)
-    request.made.append((transaction, outcomes))
-    return BatchResult(outcomes, *looked_at, served, meta)
+    return _Answer(outcomes, fillings, served, number)
 
 
-def _add_reservations(
-    transaction: Transaction,
-    request: ReserveRequest,
-    number: int,
-    fillings: Sequence[Filling],
+def _add_rows(
+    transaction: Transaction, request: ReserveRequest, answer: _Answer
 ) -> None:
-    """Add the rows of new reservations of a request, and publish them after the commit."""
+    """Add the rows of new reservations of a request."""
     member = transaction.member
     writers = WRITER.pack(member) * request.parts
     reserved: list[tuple[bytes, bytes]] = []
     pending: list[tuple[bytes, bytes]] = []
-    for key, slot, generation, _, position, _ in fillings:
+    for key, slot, generation, _, position, _ in answer.fillings:
         stamp = request.stamp - position
         row = RESERVATION.pack(
             generation,
             member,
             stamp,
             transaction.now,
-            number,
+            answer.number,
             position,
             request.tokens,
             key,
@@ -279,10 +296,6 @@ def _add_reservations(
     tables = transaction.tables
     transaction.txn.cursor(tables.reserved).putmulti(reserved)
     transaction.txn.cursor(tables.pending).putmulti(pending)
-    transaction.meta.reserved += len(fillings)
-    transaction.owed[member] += len(fillings)
-    transaction.add_to_namespace(number, reservations=len(fillings))
-    transaction.publish_filling(fillings, number)
 
 
 def commit(

@@ -675,7 +675,7 @@ class Ledger:
                 request.outcomes += _refused(request.keys, error)
             return
         last = results[-1]
-        self._note_totals(last.totals)
+        self._note_room(last.totals)
         self._note_gone(len(last.gone))
         self._pass_over(last.passed_over, group[-1].stamp, until)
         for request, made in zip(group, results, strict=True):
@@ -735,8 +735,13 @@ class Ledger:
         )
 
     def _note_totals(self, totals: Meta) -> None:
-        self._room = totals.free()
+        """Note what a read transaction found."""
         self.columns.note_pages(totals.backed, totals.with_pages())
+        self._note_room(totals)
+
+    def _note_room(self, totals: Meta) -> None:
+        """Note what a transaction left; one that wrote has noted the pages in the columns."""
+        self._room = totals.free()
         self._ahead = self.space.ahead(totals)
         # another process let the store grow: this one maps the new pages
         self.backed = totals.backed
@@ -897,7 +902,7 @@ class Ledger:
                 refused = _refused([request.keys[i] for i in batch], error)
                 request.outcomes += refused
                 return refused[0].reason
-            self._note_totals(made.totals)
+            self._note_room(made.totals)
             if looked:
                 self._note_gone(len(made.gone))
             # before the next victims are chosen, so that present chunks are not among them
