@@ -109,6 +109,7 @@ def test_int32_memory_is_wrapped_not_copied() -> None:
     [
         ([1, -1], "remove padding"),
         (np.array([1, -1]), "remove padding"),
+        (np.array([1, -1], np.int32), "remove padding"),
         ([2**31], "over 2147483647"),
         ([2**80], "over 2147483647"),
         (np.array([2**31], np.uint32), "over 2147483647"),

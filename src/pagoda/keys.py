@@ -50,6 +50,7 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | array[int] | memoryview | torch.Tensor"  # noqa: E501
 
 _INT32_MAX = 2**31 - 1
+_FEW_IDS = 4096
 _all_bits = np.bitwise_or.reduce
 _smallest = np.minimum.reduce
 # Token ids are never negative, so a negative int32 ends the tokens of a message whatever the chunk
@@ -69,8 +70,13 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     if isinstance(tokens, (list, tuple)):
         return _from_items(tokens)
     found = _as_integers(tokens)
-    # Every bit that any id has, in one pass: the sign is one, and so are those of large ids.
-    if found.size and not 0 <= int(_all_bits(found)) <= _INT32_MAX:
+    if len(found) <= _FEW_IDS and found.dtype == _INT32:
+        # the last byte of each, without numpy's start of a reduction
+        is_right = found.tobytes()[3::4].isascii()
+    else:
+        # Every bit that any id has, in one pass: the sign is one, and so are those of large ids.
+        is_right = not len(found) or 0 <= int(_all_bits(found)) <= _INT32_MAX
+    if not is_right:
         raise _out_of_range(found)
     return np.ascontiguousarray(found, _INT32)
 

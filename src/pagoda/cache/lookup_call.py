@@ -17,6 +17,7 @@ from pagoda.cache.call import CacheRequest
 from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit, Piece
+from pagoda.keys import PromptKeys
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier, confirm_each
 from pagoda.tiers.remote.remote_tier import RemoteTier
@@ -67,13 +68,11 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a lookup would return, with a thorough search for the reason; change nothing."""
     if not request.keys:
         return request.hit_without_chunks()
-    match = match_prefix(request, touch=False)
-    if match.chunks == len(request.keys):
-        return request.hit(match.by_tier)
-    why = resources.explainer.explain(
-        request, match.chunks, match.reason, thorough=True
-    )
-    return request.hit(match.by_tier, *why)
+    chunks, by_tier, reason = match_prefix(request, touch=False)
+    if chunks == len(request.keys):
+        return request.hit(by_tier)
+    why = resources.explainer.explain(request, chunks, reason, thorough=True)
+    return request.hit(by_tier, *why)
 
 
 def served_by_tier(hit: Hit) -> dict[str, int]:
@@ -250,9 +249,9 @@ def match_prefix(
     *,
     touch: bool = True,
     order: list[Piece] | None = None,
-) -> TiersMatch:
-    """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
-    False. `order` gets which tier has which part of it.
+) -> tuple[int, dict[str, int], Reason | None]:
+    """Find the leading run through all tiers, as a `TiersMatch` has it; lease what the host tier
+    has of it, unless `touch` is False. `order` gets which tier has which part of it.
     """
     tiers = request.tiers
     host = tiers.host
@@ -263,7 +262,7 @@ def match_prefix(
         if order is None:
             found, reason = _find_in_host(request, stamp, touch, host, 0)
             if found == chunks or not tiers.lower:
-                return TiersMatch(found, {host.name: found}, reason)
+                return found, {host.name: found}, reason
             answers = [(found, reason)]
         else:
             answers = []
@@ -295,8 +294,10 @@ def _find_in_host(
     they are touched.
     """
     end = at
+    keys = request.keys
     while True:
-        keys = request.window(end)
+        if end or type(keys) is PromptKeys:
+            keys = request.window(end)
         slots, _, reason, _ = host.ledger.find_prefix(
             keys,
             None if request.any_position else request.first + end,
