@@ -13,9 +13,9 @@ import json
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import msgspec
@@ -50,6 +50,9 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | array[int] | memoryview | torch.Tensor"  # noqa: E501
 
 _INT32_MAX = 2**31 - 1
+_FEW_IDS = 4096
+_all_bits = np.bitwise_or.reduce
+_smallest = np.minimum.reduce
 # Token ids are never negative, so a negative int32 ends the tokens of a message whatever the chunk
 # length is.
 _ITEMS_FOLLOW = struct.pack("<i", -1)
@@ -64,9 +67,16 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     copy, other integer types are converted by one call; only a list or tuple is walked, once.
     Raises ValueError for anything else.
     """
+    if isinstance(tokens, (list, tuple)):
+        return _from_items(tokens)
     found = _as_integers(tokens)
-    # Every bit that any id has, in one pass: the sign is one, and so are those of large ids.
-    if found.size and not 0 <= int(np.bitwise_or.reduce(found)) <= _INT32_MAX:
+    if len(found) <= _FEW_IDS and found.dtype == _INT32:
+        # the last byte of each, without numpy's start of a reduction
+        is_right = found.tobytes()[3::4].isascii()
+    else:
+        # Every bit that any id has, in one pass: the sign is one, and so are those of large ids.
+        is_right = not len(found) or 0 <= int(_all_bits(found)) <= _INT32_MAX
+    if not is_right:
         raise _out_of_range(found)
     return np.ascontiguousarray(found, _INT32)
 
@@ -75,14 +85,12 @@ _INT32 = np.dtype("<i4")
 
 
 def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:
-    """Return token ids as a 1-D array of integers, which may be out of range: without a copy, or
-    from a list. ValueError.
+    """Return token ids that are in no list as a 1-D array of integers, which may be out of range:
+    without a copy, if there is an array. ValueError.
     """
     found: npt.NDArray[np.integer]
     if type(tokens) is np.ndarray:
         found = tokens
-    elif isinstance(tokens, (list, tuple)):
-        return _from_items(tokens)
     elif isinstance(tokens, range):
         return _from_items(list(tokens))
     else:
@@ -114,8 +122,14 @@ def _out_of_range(found: npt.NDArray[np.integer]) -> ValueError:
 _PACKED_AT_ONCE = 65_536
 
 
-def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.integer]:
-    """Turn a list into an array.
+@lru_cache(256)
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return what turns so many ints into their bytes."""
+    return struct.Struct(f"<{count}i").pack
+
+
+def _from_items(tokens: list[int] | tuple[int, ...]) -> Int32s:
+    """Turn a list into an array. ValueError.
 
     `struct` converts all items in one call, in a third of the time that numpy takes. It refuses
     floats and whatever is no int of 32 bits, but takes True as 1: so the types of items that became
@@ -124,11 +138,11 @@ def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.integer]:
     if not tokens:
         return np.empty(0, _INT32)
     if type(tokens[0]) is not int:
-        return _from_mixed_items(tokens)
+        return as_token_ids(_from_mixed_items(tokens))
     count = len(tokens)
     try:
         if count <= _PACKED_AT_ONCE:
-            packed = struct.pack(f"<{count}i", *tokens)
+            packed = _packer(count)(*tokens)
         else:
             packed = b"".join(
                 struct.pack(f"<{len(part)}i", *part)
@@ -136,12 +150,13 @@ def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.integer]:
                 if (part := tokens[at : at + _PACKED_AT_ONCE])
             )
     except struct.error:
-        return _from_mixed_items(tokens)
+        return as_token_ids(_from_mixed_items(tokens))
     ids = np.frombuffer(packed, _INT32)
-    if np.minimum.reduce(ids) <= 1:
+    if _smallest(ids) <= 1:
         for at in np.flatnonzero(ids <= 1).tolist():
             if type(tokens[at]) is not int:
-                return _from_mixed_items(tokens)
+                return as_token_ids(_from_mixed_items(tokens))
+        return as_token_ids(ids)
     return ids
 
 

@@ -124,23 +124,23 @@ def place(
 MOST = {
     "host": {
         "store": Counts(567, 3, 21),
-        "look-up of 1": Counts(72, 1, 0),
-        "look-up of 16": Counts(72, 1, 0),
-        "miss": Counts(97, 1, 0),
+        "look-up of 1": Counts(63, 1, 0),
+        "look-up of 16": Counts(63, 1, 0),
+        "miss": Counts(89, 1, 0),
         "retrieve": Counts(160, 1, 0),
     },
     "tiny": {
         "store": Counts(745, 3, 23),
-        "look-up of 1": Counts(75, 1, 0),
-        "look-up of 16": Counts(91, 1, 0),
-        "miss": Counts(97, 1, 0),
+        "look-up of 1": Counts(65, 1, 0),
+        "look-up of 16": Counts(81, 1, 0),
+        "miss": Counts(89, 1, 0),
         "retrieve": Counts(180, 1, 0),
     },
     "disk": {
         "store": Counts(740, 2, 2),
-        "look-up of 1": Counts(175, 1, 1),
+        "look-up of 1": Counts(164, 1, 1),
         "look-up of 16": Counts(205, 1, 1),
-        "miss": Counts(240, 1, 1),
+        "miss": Counts(230, 1, 1),
         "retrieve": Counts(1125, 2, 2),
     },
 }

@@ -49,8 +49,8 @@ def test_few_and_many_rows_are_used_alike(
                 clock.advance(seconds)
                 asked = chain[: 3 + seconds % 4] + keys(99)
                 match = one.match_prefix(asked, lease_seconds=5.0)
-                count, _ = one.count_prefix(asked, lease_seconds=5.0)
-                assert len(match.slots) == count == 3 + seconds % 4
+                slots, *_ = one.find_prefix(asked, lease_seconds=5.0)
+                assert len(match.slots) == len(slots) == 3 + seconds % 4
             policy_of = one.evictor._policy
             seen.append(
                 [
@@ -84,7 +84,7 @@ def test_chunks_that_are_replaced_before_they_are_used_are_used_by_nobody(
         slots = [item.slot for item in put(one, chain)]
         if hinted:
             assert one.evictor.keep_contexts()
-        found = one._match(chain, 0, TENANT, None, 0.0, False, False, 0, 1.0)
+        found = one.find_prefix(chain, 0, TENANT, None, 0.0, False, False, 0, 1.0)
         one.columns.generation[slots[:gone]] += 1
         before = one.columns.hits.tolist()
         one._use(*found[:2], one.stamp(), True, True, 5.0, time.monotonic() + 5)

@@ -161,14 +161,15 @@ class CacheRequest(NamedTuple):
         detail: str = "",
     ) -> Hit:
         """Return the answer: leading chunks by tier, and the reason why not more."""
-        tokens = {
-            tier: chunks * self.chunk_tokens
-            for tier, chunks in by_tier.items()
-            if chunks
-        }
-        start = self.first * self.chunk_tokens
+        chunk_tokens = self.chunk_tokens
+        tokens: dict[str, int] = {}
+        served = 0
+        for tier, chunks in by_tier.items():
+            if chunks:
+                tokens[tier] = chunks * chunk_tokens
+                served += chunks * chunk_tokens
+        start = self.first * chunk_tokens
         keys = self.keys
-        served = sum(tokens.values())
         if served:
             mask = np.zeros(self.length_tokens, np.bool_)
             mask[start : start + served] = True

@@ -177,7 +177,9 @@ class CacheCounters:
         root = namespace if isinstance(namespace, bytes) else namespace.root
         pair = self._pairs.get(root) or self._pair(namespace)
         hit_tokens = sum(by_tier.values())
-        counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
+        counts = {"lookups": 1, "asked_tokens": num_tokens}
+        if more:
+            counts.update(more)
         if reason is Reason.NOT_ASKED:
             return self._count_unasked(num_tokens, root)
         if hit_tokens:

@@ -312,8 +312,8 @@ class SpeedTable:
         self._page = map_or_private(source, SPEEDS_BYTES)
         # by name: the offset of its row, its bytes and their content
         self._known: dict[str, tuple[int, bytes, Speed]] = {}
-        # by name: a content of the page that has no row of it
-        self._absent: dict[str, bytes] = {}
+        # the first byte of each row: a name whose byte is not there has no row
+        self._first_bytes = self._page[::_ROW_BYTES]
 
     def read(self, name: str) -> Speed:
         """Return what is known of that name: a `Speed` without measurements if nothing is. Takes
@@ -325,12 +325,11 @@ class SpeedTable:
             and self._page[known[0] : known[0] + _USED_BYTES] == known[1]
         ):
             return known[2]
-        page = bytes(self._page)
-        if self._absent.get(name) == page:
+        digest = _row_name(name)
+        if digest[0] not in self._first_bytes.tobytes():
             return Speed()
-        at = page.find(_row_name(name))
+        at = bytes(self._page).find(digest)
         if at % _ROW_BYTES or self._measured(at) < 0:
-            self._absent[name] = page
             return Speed()
         row = bytes(self._page[at : at + _USED_BYTES])
         _, number, measured_ns, slow, *values = _ROW.unpack_from(row)

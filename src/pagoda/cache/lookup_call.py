@@ -17,6 +17,7 @@ from pagoda.cache.call import CacheRequest
 from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit, Piece
+from pagoda.keys import PromptKeys
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier, confirm_each
 from pagoda.tiers.remote.remote_tier import RemoteTier
@@ -67,13 +68,11 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a lookup would return, with a thorough search for the reason; change nothing."""
     if not request.keys:
         return request.hit_without_chunks()
-    match = match_prefix(request, stamp=None, touch=False)
-    if match.chunks == len(request.keys):
-        return request.hit(match.by_tier)
-    why = resources.explainer.explain(
-        request, match.chunks, match.reason, thorough=True
-    )
-    return request.hit(match.by_tier, *why)
+    chunks, by_tier, reason = match_prefix(request, touch=False)
+    if chunks == len(request.keys):
+        return request.hit(by_tier)
+    why = resources.explainer.explain(request, chunks, reason, thorough=True)
+    return request.hit(by_tier, *why)
 
 
 def served_by_tier(hit: Hit) -> dict[str, int]:
@@ -217,65 +216,63 @@ def expected_hit(
     if not request.keys:
         return request.hit_without_chunks()
     tiers = request.tiers
-    match = match_prefix(
-        request,
-        stamp=tiers.host.ledger.stamp() if tiers.host is not None else None,
-        order=order,
-    )
-    by_tier = match.by_tier
+    chunks, by_tier, reason = match_prefix(request, order=order)
     load_cost = resources.load_cost
-    slow = [
-        tier
-        for tier, chunks in by_tier.items()
-        if chunks and not load_cost.is_worth_loading(tier)
-    ]
+    slow: str | None = None
+    for tier, count in by_tier.items():
+        if count and not load_cost.is_worth_loading(tier):
+            slow = tier
+            break
     # in practice tiers do not alternate in one prompt: only chunks above the first slow tier are
     # served
-    if slow:
-        above = tiers.names[: tiers.names.index(slow[0])]
+    if slow is not None:
+        above = tiers.names[: tiers.names.index(slow)]
         by_tier = {tier: by_tier[tier] for tier in above}
-    total = sum(by_tier.values()) * request.chunk_tokens
     minimum = resources.config.min_hit_tokens
-    if total and total < minimum:
-        return request.miss(Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
-    if slow:
-        return request.hit(
-            by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0])
-        )
-    if match.chunks == len(request.keys):
+    if minimum:
+        total = sum(by_tier.values()) * request.chunk_tokens
+        if total and total < minimum:
+            return request.miss(
+                Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens"
+            )
+    if slow is not None:
+        return request.hit(by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow))
+    if chunks == len(request.keys):
         return request.hit(by_tier)
     return request.hit(
-        by_tier, *resources.explainer.explain(request, match.chunks, match.reason)
+        by_tier, *resources.explainer.explain(request, chunks, reason)
     )
 
 
 def match_prefix(
     request: CacheRequest,
     *,
-    stamp: int | None,
     touch: bool = True,
     order: list[Piece] | None = None,
-) -> TiersMatch:
-    """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
-    False. `order` gets which tier has which part of it.
+) -> tuple[int, dict[str, int], Reason | None]:
+    """Find the leading run through all tiers, as a `TiersMatch` has it; lease what the host tier
+    has of it, unless `touch` is False. `order` gets which tier has which part of it.
     """
     tiers = request.tiers
+    host = tiers.host
     chunks = len(request.keys)
-    find = partial(_find_in_host, request, stamp, touch)
-    if tiers.host is not None and order is None:
-        found, reason = find(tiers.host, 0)
-        if found == chunks or not tiers.lower:
-            return TiersMatch(found, {tiers.host.name: found}, reason)
-        answers = [(found, reason)]
+    finders: dict[str, Callable[[int], tuple[int, Reason | None]]] = {}
+    if host is not None:
+        stamp = host.ledger.stamp() if touch else None
+        if order is None:
+            found, reason = _find_in_host(request, stamp, touch, host, 0)
+            if found == chunks or not tiers.lower:
+                return found, {host.name: found}, reason
+            answers = [(found, reason)]
+        else:
+            answers = []
 
-        def find_again(host: HostTier, at: int) -> tuple[int, Reason | None]:
-            return answers.pop() if answers else find(host, at)
+        find = partial(_find_in_host, request, stamp, touch, host)
 
-        finders = {tiers.host.name: partial(find_again, tiers.host)}
-    elif tiers.host is not None:
-        finders = {tiers.host.name: partial(find, tiers.host)}
-    else:
-        finders = {}
+        def find_again(at: int) -> tuple[int, Reason | None]:
+            return answers.pop() if answers else find(at)
+
+        finders[host.name] = find_again
     for tier in tiers.lower:
         finders[tier.name] = partial(_find_below, request, touch, tier)
     if order is not None:
@@ -297,17 +294,22 @@ def _find_in_host(
     they are touched.
     """
     end = at
+    keys = request.keys
     while True:
-        keys = request.window(end)
-        found, reason = host.ledger.count_prefix(
+        if end or type(keys) is PromptKeys:
+            keys = request.window(end)
+        slots, _, reason, _ = host.ledger.find_prefix(
             keys,
-            start=request.position_of(end),
-            namespace=request.namespace.root,
-            stamp=stamp,
-            touch=touch,
-            lease_seconds=LEASE_SECONDS if touch else 0.0,
-            deadline_seconds=request.deadline.remaining(),
+            None if request.any_position else request.first + end,
+            request.namespace.root,
+            stamp,
+            LEASE_SECONDS if touch else 0.0,
+            touch,
+            True,
+            0,
+            request.deadline.remaining(),
         )
+        found = len(slots)
         end += found
         if found < len(keys) or end == len(request.keys):
             return end - at, reason

@@ -1121,7 +1121,7 @@ class Ledger:
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        slots, generations, reason, following = self._match(
+        slots, generations, reason, following = self.find_prefix(
             keys,
             start,
             namespace,
@@ -1139,50 +1139,24 @@ class Ledger:
             following,
         )
 
-    def count_prefix(
+    def find_prefix(
         self,
         keys: Sequence[bytes],
-        *,
         start: int | None = 0,
         namespace: bytes | None = None,
         stamp: int | None = None,
         lease_seconds: float = 0.0,
         touch: bool = True,
+        asked: bool = True,
+        ahead: int = 0,
         deadline_seconds: float = 1.0,
-    ) -> tuple[int, Reason | None]:
-        """Do what `match_prefix` does; return only how many keys are in the run, and why not
-        more.
-        """
-        slots, _, reason, _ = self._match(
-            keys,
-            start,
-            namespace,
-            stamp,
-            lease_seconds,
-            touch,
-            True,
-            0,
-            deadline_seconds,
-        )
-        return len(slots), reason
-
-    def _match(
-        self,
-        keys: Sequence[bytes],
-        start: int | None,
-        namespace: bytes | None,
-        stamp: int | None,
-        lease_seconds: float,
-        touch: bool,
-        asked: bool,
-        ahead: int,
-        deadline_seconds: float,
     ) -> tuple[
         Sequence[int] | NDArray[np.int64],
         Sequence[int] | NDArray[np.uint64],
         Reason | None,
         Sequence[Present | None] | None,
     ]:
+        """Do what `match_prefix` does; return the parts of its answer, of few chunks as lists."""
         until = time.monotonic() + deadline_seconds
         columns = self.columns
         on_disk = self.on_disk
@@ -1269,7 +1243,7 @@ class Ledger:
             stamps: Sequence[int] = range(newest, newest - count, -1)
             here = slots
             linked = touch and count > 1
-            if [published[slot] for slot in slots] != generations:
+            if list(map(published.__getitem__, slots)) != generations:
                 standing = [
                     at
                     for at, slot in enumerate(slots)

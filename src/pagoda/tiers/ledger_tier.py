@@ -150,7 +150,7 @@ class LedgerTier(BlockingCalls):
         """Return how many leading keys are stored; copies nothing."""
         if self._closed or self.resting:
             return 0
-        count, _ = self.ledger.count_prefix(
+        slots, *_ = self.ledger.find_prefix(
             keys,
             start=start,
             namespace=namespace,
@@ -160,7 +160,7 @@ class LedgerTier(BlockingCalls):
                 self.deadline_seconds, deadline_seconds
             ),
         )
-        return count
+        return len(slots)
 
     def match_each(
         self,
