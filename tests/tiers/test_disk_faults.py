@@ -139,10 +139,7 @@ def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
     assert tier.stats()["miss_io_error"] == 1
     # the removal is published like any other
     places = zip(match.slots.tolist(), match.generations.tolist(), strict=True)
-    assert [tier.ledger.is_published(*place) for place in places] == [
-        False,
-        True,
-    ]
+    assert tier.ledger.are_published(list(places)) == [False, True]
     assert tier.ledger.explain_miss(keys[0]).reason is Reason.FAILED_CHECK
     assert "ValueError" not in caplog.text
     check(tier)

@@ -38,7 +38,7 @@ from pagoda.ledger import (
     admin,
 )
 from pagoda.policy.prefill_cost import cost_of
-from pagoda.slab import FileSlab, address, aligned
+from pagoda.slab import FileSlab, aligned, begin_on_pages
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
@@ -246,6 +246,7 @@ class DiskTier(QueuedTier, LedgerTier):
                 deadline_seconds=deadline_seconds,
             )
         sources = self._sources(
+            self._pool.queue,
             keys,
             start,
             namespace,
@@ -265,7 +266,8 @@ class DiskTier(QueuedTier, LedgerTier):
     def _stored(
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
     ) -> Iterator[bool]:
-        if not chunks:
+        # A place costs nothing while there are enough: whoever takes the writes asks the ledger.
+        if self._pool.queue.has_room(len(chunks)):
             return repeat(False)
         match = self.ledger.match_prefix(
             [chunk.key for chunk in chunks],
@@ -280,6 +282,7 @@ class DiskTier(QueuedTier, LedgerTier):
 
     def _sources(
         self,
+        queue: IoQueue,
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,
@@ -297,7 +300,7 @@ class DiskTier(QueuedTier, LedgerTier):
         position) comes without a `match_prefix`, so it touches.
         """
         touch = start is None if touch is None else touch
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         deadline = Deadline(
             clamp_deadline(self.deadline_seconds, deadline_seconds)
         )
@@ -348,7 +351,7 @@ class DiskTier(QueuedTier, LedgerTier):
         the same stamp. If nothing calls this for a run, each batch of it is judged separately.
         Refused chunks are counted, and the policy learns that they were requested.
         """
-        if stamp is None or self._refusal() is not None:
+        if stamp is None or isinstance(self._open_queue(), Reason):
             # `store` then asks for each batch, or returns the reason
             return len(keys), False
         store = self._store
@@ -507,28 +510,28 @@ class DiskStore(WorkerBackend):
         self.log.warn(_logger, reason, message)
         return reason
 
-    def can_use(self, buffer: Bytes) -> bool:
-        """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
-        if (
-            self.is_lossy
-            or buffer.nbytes < self.slot_bytes
-            or not buffer.flags.c_contiguous
-        ):
+    def can_use(self, buffers: Sequence[Bytes]) -> bool:
+        """Return whether the slab can move whole payloads to or from all of these without a
+        copy.
+        """
+        if self.is_lossy:
             return False
-        return not self.slab.direct or address(buffer) % HEADER_BYTES == 0
+        for buffer in buffers:
+            if buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
+                return False
+        return not self.slab.direct or begin_on_pages(buffers)
 
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
         """Let batches reserve slots in the order in which they were queued, or a head could find no
         free slot.
         """
-        deadline = Deadline(_LEDGER_SECONDS)
         turns = self._turns
         with turns.changed:
-            while turns.reserved < batch - 1 and turns.changed.wait(
-                deadline.remaining()
-            ):
-                pass
+            if turns.reserved < batch - 1:
+                turns.changed.wait_for(
+                    lambda: turns.reserved >= batch - 1, _LEDGER_SECONDS
+                )
         try:
             yield
         finally:
@@ -540,6 +543,13 @@ class DiskStore(WorkerBackend):
         """Close the slab and the ledger."""
         self.slab.close()
         self.ledger.close()
+
+
+class _Payload(NamedTuple):
+    """Bytes that the slab can write."""
+
+    data: Bytes
+    stored_bytes: int = 0  # with a lossy codec: so many of them are used
 
 
 class _Sealed(NamedTuple):
@@ -605,14 +615,11 @@ class DiskWorker(IoWorker):
         if store.resting:
             return [Reason.TIER_SKIPPED] * len(reads)
         places = [_place(read) for read in reads]
-        pages: list[tuple[Bytes, Bytes]] = []
-        for row, read in enumerate(reads):
-            payload = (
-                read.buffer[: store.slot_bytes]
-                if store.can_use(read.buffer)
-                else self._spare_payload(row)
-            )
-            pages.append((self._header_pages[row], payload))
+        payloads = [read.buffer[: store.slot_bytes] for read in reads]
+        if not store.can_use(payloads):
+            payloads = self._spare_payloads()
+        pages = list(zip(self._header_pages, payloads, strict=False))
+        pages = pages[: len(reads)]
         slot = places[0][0]
         try:
             store.slab.read(
@@ -699,26 +706,11 @@ class DiskWorker(IoWorker):
         self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
     ) -> None:
         store = self._store
-        ledger = self._store.ledger
-        live: list[WriteRequest] = []
-        reserved: dict[WriteRequest, Reserved] = {}
         # What is not committed is given up at the end of the block, not earlier: the slots must
         # not be given to others before their I/O has ended, however late.
-        with SlotWriter(ledger) as writer:
+        with SlotWriter(store.ledger) as writer:
             with store.in_turn(writes[0].batch):
-                valid = valid_writes(writes)
-                resting = store.resting
-                for write in writes:
-                    if resting:
-                        results[write] = self._dropped(Reason.TIER_SKIPPED)
-                    elif write not in valid:
-                        results[write] = self._dropped(
-                            write.cancelled or Reason.STALE
-                        )
-                    else:
-                        live.append(write)
-                for run in runs(live, ledger.window, _follows):
-                    self._reserve(writer, run, reserved, results)
+                reserved = self._reserve(writer, writes, results)
             waiting = list(reserved.items())
             for first in range(0, len(waiting), store.fewest_chunks):
                 self._queue.read_all(self.load)
@@ -728,9 +720,35 @@ class DiskWorker(IoWorker):
                 self._write(sealed, results)
             self._commit(writer, reserved, results)
             # before the writes end: after them, a caller may end the process
-            ledger.namespaces.save_labels()
+            store.ledger.namespaces.save_labels()
+
+    def _drop_invalid(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> list[WriteRequest]:
+        """Return the writes that are valid now; drop the others."""
+        valid = valid_writes(writes)
+        if len(valid) < len(writes):
+            for write in set(writes) - valid:
+                results[write] = self._dropped(write.cancelled or Reason.STALE)
+        return [write for write in writes if write in valid]
 
     def _reserve(
+        self,
+        writer: SlotWriter,
+        writes: Sequence[WriteRequest],
+        results: dict[WriteRequest, Done],
+    ) -> dict[WriteRequest, Reserved]:
+        """Return the slots of the writes that need one; add the others to `results`."""
+        reserved: dict[WriteRequest, Reserved] = {}
+        if self._store.resting:
+            self._skip(writes, results)
+            return reserved
+        live = self._drop_invalid(writes, results)
+        for run in runs(live, self._store.ledger.window, _follows):
+            self._reserve_run(writer, run, reserved, results)
+        return reserved
+
+    def _reserve_run(
         self,
         writer: SlotWriter,
         run: Sequence[WriteRequest],
@@ -771,38 +789,17 @@ class DiskWorker(IoWorker):
         `results`.
         """
         store = self._store
+        payloads = (
+            self._encoded([write for write, _ in some], results)
+            if store.is_lossy
+            else self._plain([write.chunk.payload for write, _ in some])
+        )
         sealed: list[_Sealed] = []
-        for row, (write, reserved) in enumerate(some):
-            payload = write.chunk.payload
-            stored_bytes = 0
-            if store.is_lossy:
-                spare = self._spare_payload(row)
-                payload = payload[: store.chunk_bytes]
-                used, stored = codec.encode(
-                    store.codec_name,
-                    payload,
-                    store.word_bytes,
-                    spare,
-                    layout=store.layout,
-                )
-                if used != store.codec_name:
-                    message = (
-                        f"a chunk with NaN or infinity is no {store.codec_name}"
-                    )
-                    results[write] = self._dropped(
-                        store.log_reason(Reason.TOO_LARGE, message)
-                    )
-                    continue
-                payload = spare
-                stored_bytes = stored.nbytes
-            elif store.can_use(payload):
-                payload = payload[: store.slot_bytes]
-            else:
-                spare = self._spare_payload(row)
-                np.copyto(
-                    spare[: store.chunk_bytes], payload[: store.chunk_bytes]
-                )
-                payload = spare
+        for (write, reserved), payload, header in zip(
+            some, payloads, self._header_pages, strict=False
+        ):
+            if write in results:
+                continue
             described = codec.Header(
                 store_id=store.ledger.store_id,
                 slot=reserved.slot,
@@ -815,71 +812,101 @@ class DiskWorker(IoWorker):
                 codec=store.codec_name,
                 fingerprint=store.layout.fingerprint,
                 sequence=reserved.generation,
-                stored_bytes=stored_bytes,
+                stored_bytes=payload.stored_bytes,
             )
-            header = self._header_pages[row]
-            codec.seal(described, payload, header)
-            sealed.append(_Sealed(reserved.slot, write, (header, payload)))
+            codec.seal(described, payload.data, header)
+            sealed.append(_Sealed(reserved.slot, write, (header, payload.data)))
         # Up to this line the payloads were the keys' chunks, and so is everything that matches the
         # checksums.
-        valid = valid_writes([one.write for one in sealed])
-        for one in sealed:
-            if one.write not in valid:
-                results[one.write] = self._dropped(
-                    one.write.cancelled or Reason.STALE
-                )
+        valid = self._drop_invalid([one.write for one in sealed], results)
         return sorted(one for one in sealed if one.write in valid)  # by slot
+
+    def _plain(self, payloads: Sequence[Bytes]) -> list[_Payload]:
+        """Return payloads from which the slab can write."""
+        store = self._store
+        if store.can_use(payloads):
+            return [_Payload(payload[: store.slot_bytes]) for payload in payloads]
+        spare = self._spare_payloads()[: len(payloads)]
+        for copy, payload in zip(spare, payloads, strict=True):
+            np.copyto(copy[: store.chunk_bytes], payload[: store.chunk_bytes])
+        return [_Payload(copy) for copy in spare]
+
+    def _encoded(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> list[_Payload]:
+        """Return the payloads of writes in a lossy codec. Adds to `results` what it cannot
+        encode.
+        """
+        store = self._store
+        encoded: list[_Payload] = []
+        for write, spare in zip(writes, self._spare_payloads(), strict=False):
+            used, stored = codec.encode(
+                store.codec_name,
+                write.chunk.payload[: store.chunk_bytes],
+                store.word_bytes,
+                spare,
+                layout=store.layout,
+            )
+            if used != store.codec_name:
+                message = f"a chunk with NaN or infinity is no {store.codec_name}"
+                results[write] = self._dropped(
+                    store.log_reason(Reason.TOO_LARGE, message)
+                )
+            encoded.append(_Payload(spare, stored.nbytes))
+        return encoded
 
     def _write(
         self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]
     ) -> None:
         """Write chunks, those of adjacent slots by one call; add failed writes to `results`."""
-        store = self._store
         while sealed:
-            ends = (
-                n
-                for n in range(1, len(sealed))
-                if sealed[n].slot != sealed[n - 1].slot + 1
-            )
-            end = next(ends, len(sealed))
-            run = sealed[:end]
+            end = 1
+            while (
+                end < len(sealed) and sealed[end].slot == sealed[end - 1].slot + 1
+            ):
+                end += 1
+            self._write_run(sealed[:end], results)
             sealed = sealed[end:]
-            if store.resting:
-                results.update(
-                    (one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run
-                )
-                continue
-            slot, write, _ = run[0]
-            try:
-                store.slab.write(
-                    slot, [page for one in run for page in one.pages], len(run)
-                )
-            except OSError as error:
-                if len(run) > 1:  # each slot alone: a bad sector affects only one
-                    for one in run:
-                        self._write([one], results)
-                else:
-                    results[write] = self._dropped(
-                        store.record_error(error, f"writing slot {slot}")
-                    )
-                continue
-            store.breaker.record_success()
-            valid = valid_writes([one.write for one in run])
-            for one in run:
-                if one.write not in valid:
-                    results[one.write] = self._dropped(
-                        one.write.cancelled or Reason.STALE
-                    )
 
-    def _spare_payload(self, row: int) -> Bytes:
-        """Return a page-aligned payload for buffers that the slab cannot use directly, one for each
+    def _write_run(
+        self, run: Sequence[_Sealed], results: dict[WriteRequest, Done]
+    ) -> None:
+        """Write chunks to adjacent slots; add failed writes to `results`."""
+        store = self._store
+        if store.resting:
+            self._skip([one.write for one in run], results)
+            return
+        slot = run[0].slot
+        pages = [page for one in run for page in one.pages]
+        try:
+            store.slab.write(slot, pages, len(run))
+        except OSError as error:
+            if len(run) > 1:  # each slot alone: a bad sector affects only one
+                for one in run:
+                    self._write_run([one], results)
+            else:
+                results[run[0].write] = self._dropped(
+                    store.record_error(error, f"writing slot {slot}")
+                )
+            return
+        store.breaker.record_success()
+
+    def _skip(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> None:
+        """Drop writes while the disk rests."""
+        for write in writes:
+            results[write] = self._dropped(Reason.TIER_SKIPPED)
+
+    def _spare_payloads(self) -> list[Bytes]:
+        """Return page-aligned payloads for buffers that the slab cannot use directly, one for each
         header page.
         """
         if not self._spare:
             rows = len(self._header_pages)
             width = self._store.slot_bytes
             self._spare = list(aligned(rows * width).reshape(rows, width))
-        return self._spare[row]
+        return self._spare
 
     def _commit(
         self,
@@ -887,22 +914,12 @@ class DiskWorker(IoWorker):
         reserved: dict[WriteRequest, Reserved],
         results: dict[WriteRequest, Done],
     ) -> None:
-        """Commit what was written."""
-        for write in reserved:
-            if write.cancelled is not None and write not in results:
-                results[write] = self._dropped(write.cancelled)
-        written = [write for write in reserved if write not in results]
-        if not written:
+        """Commit what was written whole: from chunks that are still valid, after all writes."""
+        written = self._drop_invalid(
+            [write for write in reserved if write not in results], results
+        )
+        if not written or not self._is_synced(written, results):
             return
-        if self._store.durable:
-            try:
-                self._store.slab.sync()
-            except OSError as error:
-                reason = self._store.record_error(error, "syncing")
-                results.update(
-                    (write, self._dropped(reason)) for write in written
-                )
-                return
         kept = writer.commit(
             [reserved[write] for write in written], _LEDGER_SECONDS
         )
@@ -918,6 +935,21 @@ class DiskWorker(IoWorker):
                 results[write] = self._dropped(write.cancelled)
             else:
                 results[write] = Done(True)
+
+    def _is_synced(
+        self, written: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> bool:
+        """Sync what was written if the tier is durable; drop it and return False if that fails."""
+        if not self._store.durable:
+            return True
+        try:
+            self._store.slab.sync()
+        except OSError as error:
+            reason = self._store.record_error(error, "syncing")
+            for write in written:
+                results[write] = self._dropped(reason)
+            return False
+        return True
 
     def _dropped(self, reason: Reason) -> Done:
         self._store.ledger.count({f"drop_{reason}": 1})

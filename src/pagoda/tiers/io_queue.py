@@ -24,7 +24,13 @@ from pagoda.base.clock import Deadline
 from pagoda.base.finalizers import close_when_dropped
 from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
-from pagoda.base.signal_safe_threads import Condition, Event, begin, complete
+from pagoda.base.signal_safe_threads import (
+    Condition,
+    Event,
+    begin,
+    complete,
+    running_answers,
+)
 from pagoda.tiers.base import (
     Bytes,
     Chunk,
@@ -33,6 +39,7 @@ from pagoda.tiers.base import (
     check_sizes,
     completed_future,
     running_future,
+    valid_sources,
 )
 from pagoda.tiers.put_and_load import BlockingCalls
 
@@ -87,20 +94,14 @@ class WriteRequest:
 
 
 def valid_writes(writes: Sequence[WriteRequest]) -> set[WriteRequest]:
-    """Return those of these writes that are valid. What several chunks share, such as the last
-    clear, is asked once.
-    """
-    answers: dict[int, bool] = {}
-    valid = set[WriteRequest]()
-    for write in writes:
-        if write.cancelled is not None or write.future.done():
-            continue
-        source = write.chunk.still_valid
-        if id(source) not in answers:
-            answers[id(source)] = source()
-        if answers[id(source)]:
-            valid.add(write)
-    return valid
+    """Return those of these writes that are valid, as `WriteRequest.is_valid` does for one."""
+    running = [
+        write
+        for write in writes
+        if write.cancelled is None and not write.future.done()
+    ]
+    valid = valid_sources([write.chunk.still_valid for write in running])
+    return {write for write in running if id(write.chunk.still_valid) in valid}
 
 
 # Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot,
@@ -257,12 +258,12 @@ class IoQueue:
         """Whether a worker takes a read together with the reads before it."""
         return 0 < len(run) < self._run_chunks and read.is_next_to(run[-1])
 
-    def has_room(self) -> bool:
-        """Return whether a write could be queued now."""
+    def has_room(self, writes: int = 1) -> bool:
+        """Return whether so many writes could be queued now."""
         with self._changed:
             return (
                 not self._closed
-                and len(self._outstanding_writes) < self._write_chunks
+                and len(self._outstanding_writes) + writes <= self._write_chunks
             )
 
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
@@ -608,10 +609,11 @@ class WorkerPool:
         """The queue of this process."""
         return self._serving.queue
 
-    def start(self) -> bool:
-        """Start the threads that are not running; cheap if all are running.
+    def start(self) -> IoQueue | None:
+        """Start the threads that are not running; cheap if all are running. Return the queue that
+        they serve.
 
-        False: the system gives too few threads to do any work. The next call tries to start the
+        None: the system gives too few threads to do any work. The next call tries to start the
         missing threads again.
         """
         serving = self._serving
@@ -627,7 +629,7 @@ class WorkerPool:
                 for target in targets[len(threads) :]:
                     if self._closed or not self._begin(target, threads):
                         break
-        return len(threads) >= _FEWEST
+        return serving.queue if len(threads) >= _FEWEST else None
 
     def _begin(
         self, target: Callable[[], None], threads: list[threading.Thread]
@@ -762,15 +764,15 @@ class QueuedTier(BlockingCalls):
         """Wait until nothing is queued or running; return False after `timeout` seconds."""
         return self._pool.queue.wait(None, timeout)
 
-    def _refusal(self) -> Reason | None:
-        """Return why nothing can be queued now; None if the queue accepts work and its threads are
-        running.
+    def _open_queue(self) -> IoQueue | Reason:
+        """Return the queue if it accepts work and its threads are running; otherwise why nothing
+        can be queued now.
         """
         if self._closed:
             return Reason.CLOSED
         if self.resting:
             return Reason.TIER_SKIPPED
-        return None if self._pool.start() else Reason.IO_ERROR
+        return self._pool.start() or Reason.IO_ERROR
 
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger no longer counts
@@ -795,9 +797,9 @@ class QueuedTier(BlockingCalls):
         check_sizes(
             "payload", [chunk.payload for chunk in chunks], self.chunk_bytes
         )
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._dropped(refusal) for _ in chunks]
+        queue = self._open_queue()
+        if isinstance(queue, Reason):
+            return [self._dropped(queue) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
         found = list(
             zip(chunks, self._stored(chunks, namespace, stamp), strict=False)
@@ -807,11 +809,12 @@ class QueuedTier(BlockingCalls):
             for chunk, stored in found
             if not stored and chunk.payload.nbytes <= self.slot_bytes
         ]
-        queued = iter(
-            self._pool.queue.add_writes(
-                [WriteRequest(chunk, namespace, stamp) for chunk in wanted]
-            )
-        )
+        answers: list[Future[Done]] = running_answers(len(wanted))
+        writes = [
+            WriteRequest(chunk, namespace, stamp, answer)
+            for chunk, answer in zip(wanted, answers, strict=True)
+        ]
+        queued = iter(queue.add_writes(writes))
         futures = list[Future[Done]]()
         for chunk, stored in found:
             if stored:
@@ -849,10 +852,13 @@ class QueuedTier(BlockingCalls):
         """Queue reads of chunks directly into `buffers`. See Tier.load."""
         check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._missed(refusal) for _ in keys]
-        sources = list(self._sources(keys, start, namespace, deadline_seconds))
+        queue = self._open_queue()
+        if isinstance(queue, Reason):
+            return [self._missed(queue) for _ in keys]
+        sources = list(
+            self._sources(queue, keys, start, namespace, deadline_seconds)
+        )
+        answers: list[Future[Done]] = running_answers(len(keys))
         reads = [
             ReadRequest(
                 key,
@@ -860,13 +866,14 @@ class QueuedTier(BlockingCalls):
                 namespace,
                 buffer,
                 source,
+                answers[n],
             )
             for n, (key, buffer, source) in enumerate(
                 zip(keys, buffers, sources, strict=True)
             )
             if not isinstance(source, Reason)
         ]
-        queued = iter(zip(reads, self._pool.queue.add_reads(reads), strict=True))
+        queued = iter(zip(reads, queue.add_reads(reads), strict=True))
         futures = list[Future[Done]]()
         for source in sources:
             if isinstance(source, Reason):
@@ -881,6 +888,7 @@ class QueuedTier(BlockingCalls):
     @abstractmethod
     def _sources(
         self,
+        queue: IoQueue,
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,
