@@ -499,12 +499,11 @@ class WriteBackQueue:
         if not self._queue:
             return None
         batch = self._queue.popleft()
-        while self._queue and _continues(batch, self._queue[0]):
-            batch.refs.extend(self._queue.popleft().refs)
+        if batch.refs[0].staged is not None:
+            while self._queue and _continues(batch, self._queue[0]):
+                batch.refs.extend(self._queue.popleft().refs)
+            self._buffered -= len(batch.refs)
         self._waiting -= len(batch.refs)
-        self._buffered -= (
-            len(batch.refs) if batch.refs[0].staged is not None else 0
-        )
         self._tell_waiting()
         return batch
 
@@ -657,13 +656,8 @@ class WriteBackQueue:
     def _send(self, batch: _WriteBatch, refs: Sequence[ChunkRef]) -> None:
         """Pass chunks to the tier, after a bounded wait until it is writing few enough."""
         most = self._most_writing - len(refs)
-        with self._changed:
-            if self._writing > most:
-                self._awaited = most
-                self._changed.wait_for(
-                    lambda: self._closed or self._writing <= most, _WRITE_SECONDS
-                )
-                self._awaited = -1
+        if self._writing > most:
+            self._wait_for_writes(most)
         try:
             leases, chunks = self._chunks(refs)
             futures = self.tier.store(chunks, batch.namespace, stamp=batch.stamp)
@@ -673,10 +667,7 @@ class WriteBackQueue:
                     f"{self.tier.name} gave {len(futures)} futures for {len(refs)} chunks"
                 )
         except Exception:
-            self._counters.add({f"drop_{Reason.IO_ERROR}": len(refs)})
-            for ref in refs:
-                if ref.staged is not None:
-                    ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
+            self._note_unsent(refs)
             raise
         with self._changed:
             self._writing += len(refs)
@@ -684,19 +675,41 @@ class WriteBackQueue:
         for ref, future in zip(refs, futures, strict=True):
             future.add_done_callback(partial(self._on_write_done, piece, ref))
 
+    def _wait_for_writes(self, most: int) -> None:
+        """Wait until the tier is writing no more than `most` chunks, up to a limit."""
+        with self._changed:
+            self._awaited = most
+            self._changed.wait_for(
+                lambda: self._closed or self._writing <= most, _WRITE_SECONDS
+            )
+            self._awaited = -1
+
+    def _note_unsent(self, refs: Sequence[ChunkRef]) -> None:
+        """Drop chunks that the tier broke on: nobody knows whether it still reads their buffers."""
+        self._counters.add({f"drop_{Reason.IO_ERROR}": len(refs)})
+        for ref in refs:
+            if ref.staged is not None:
+                ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
+
     def _chunks(
         self, refs: Sequence[ChunkRef]
     ) -> tuple[_Leases | None, list[Chunk]]:
-        """Return chunks in the form in which a tier takes them. Those in slots are leased: they
-        must not be evicted while they are written.
-        """
-        host = self._host
-        if host is None or refs[0].staged is not None:
-            return None, [
-                self._chunk(ref, ref.staged.buffer, ref.staged.still_valid)
-                for ref in refs
-                if ref.staged is not None
-            ]
+        """Return chunks in the form in which a tier takes them, and the leases of their slots."""
+        if self._host is None or refs[0].staged is not None:
+            return None, self._staged_chunks(refs)
+        return self._leased_chunks(self._host, refs)
+
+    def _staged_chunks(self, refs: Sequence[ChunkRef]) -> list[Chunk]:
+        return [
+            self._chunk(ref, ref.staged.buffer, ref.staged.still_valid)
+            for ref in refs
+            if ref.staged is not None
+        ]
+
+    def _leased_chunks(
+        self, host: HostTier, refs: Sequence[ChunkRef]
+    ) -> tuple[_Leases, list[Chunk]]:
+        """Return chunks in slots, which are not evicted while they are written."""
         slots, generations = columns_of(refs)
         ends = host.ledger.columns.lease_until
         before = ends[slots]
@@ -785,8 +798,8 @@ class WriteBackQueue:
 
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
-    """Whether two batches in staging buffers are of one run, so that they can be handed over as
-    one.
+    """Whether the batch after one in staging buffers is of the same run, and also in buffers, so
+    that they can be handed over as one.
     """
     first = following.refs[0]
     last = batch.refs[-1]
@@ -794,12 +807,7 @@ def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
         following.namespace,
         following.stamp,
     )
-    return (
-        same
-        and first.staged is not None
-        and last.staged is not None
-        and follows(first, last)
-    )
+    return same and first.staged is not None and follows(first, last)
 
 
 def _regroup(dirty: Iterable[tuple[ChunkRef, _WriteBatch]]) -> list[_WriteBatch]:

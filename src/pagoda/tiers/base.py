@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import compress
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -42,8 +41,8 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InSlot:
-    """`Chunk.still_valid` of a payload in a slot of the host tier. One look at the ledger answers
-    for many: see `valid_sources`.
+    """`Chunk.still_valid` of a payload in a slot of the host tier. A tier may ask about many at
+    once.
 
     Args:
         are_published: `Ledger.are_published` of the host tier.
@@ -56,24 +55,6 @@ class InSlot:
     def __call__(self) -> bool:
         """Return whether the slot still has the chunk."""
         return self.are_published([self.place])[0]
-
-
-def valid_sources(sources: Iterable[Callable[[], bool]]) -> set[int]:
-    """Return the `id` of each of these `Chunk.still_valid` that is true. What several chunks share,
-    such as the last clear, is asked once; so is the ledger of the host tier.
-    """
-    valid = set[int]()
-    slots = list[InSlot]()
-    for source in {id(source): source for source in sources}.values():
-        if isinstance(source, InSlot):
-            slots.append(source)
-        elif source():
-            valid.add(id(source))
-    for are_published in {source.are_published for source in slots}:
-        asked = [each for each in slots if each.are_published == are_published]
-        answers = are_published([each.place for each in asked])
-        valid.update(map(id, compress(asked, answers)))
-    return valid
 
 
 class Done(NamedTuple):

@@ -39,7 +39,7 @@ from pagoda.ledger import (
 )
 from pagoda.policy.prefill_cost import cost_of
 from pagoda.slab import FileSlab, aligned, begin_on_pages
-from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
+from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
 from pagoda.tiers.io_queue import (
@@ -254,11 +254,9 @@ class DiskTier(QueuedTier, LedgerTier):
             stamp=stamp,
             touch=touch,
             lease_seconds=0.0,
+            leading=True,
         )
-        return next(
-            (n for n, source in enumerate(sources) if isinstance(source, Reason)),
-            len(keys),
-        )
+        return sum(not isinstance(source, Reason) for source in sources)
 
     def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
         return self._pool.queue.pending_writes(keys)
@@ -267,8 +265,13 @@ class DiskTier(QueuedTier, LedgerTier):
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
     ) -> Iterator[bool]:
         # A place costs nothing while there are enough: whoever takes the writes asks the ledger.
-        if self._pool.queue.has_room(len(chunks)):
+        if not chunks or self._pool.queue.has_room(len(chunks)):
             return repeat(False)
+        return self._stored_prefix(chunks, namespace, stamp)
+
+    def _stored_prefix(
+        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
+    ) -> Iterator[bool]:
         match = self.ledger.match_prefix(
             [chunk.key for chunk in chunks],
             start=chunks[0].position,
@@ -291,8 +294,10 @@ class DiskTier(QueuedTier, LedgerTier):
         stamp: int | None = None,
         touch: bool | None = None,
         lease_seconds: float = _LOAD_LEASE_SECONDS,
-    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:
-        """Yield lazily where each key is, or why it is absent: one transaction per run.
+        leading: bool = False,
+    ) -> list[WriteRequest | tuple[int, int] | Reason]:
+        """Return where each key is, or why it is absent, one transaction per run; with `leading`,
+        only up to the first that is absent.
 
         Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was
         dropped and becomes a miss. By default, for a load, this leases the run and does not touch
@@ -305,36 +310,37 @@ class DiskTier(QueuedTier, LedgerTier):
             clamp_deadline(self.deadline_seconds, deadline_seconds)
         )
         stamp = self.ledger.stamp() if stamp is None else stamp
-        index = 0
-        while index < len(keys):
+        found: list[WriteRequest | tuple[int, int] | Reason] = []
+        while len(found) < len(keys):
+            index = len(found)
             position = None if start is None else start + index
             write = queued.get(keys[index])
             if write is not None and write.is_valid():
-                yield (
+                found.append(
                     write if write.matches(namespace, position) else Reason.ABSENT
                 )
-                index += 1
-                continue
-            stop = next(
-                (n for n in range(index + 1, len(keys)) if keys[n] in queued),
-                len(keys),
-            )
-            match = self.ledger.match_prefix(
-                keys[index:stop],
-                start=position,
-                namespace=namespace,
-                stamp=stamp,
-                lease_seconds=lease_seconds,
-                touch=touch,
-                deadline_seconds=deadline.remaining(),
-            )
-            yield from zip(
-                match.slots.tolist(), match.generations.tolist(), strict=True
-            )
-            index += len(match.slots)
-            if index < stop:
-                yield match.reason or Reason.ABSENT
-                index += 1
+            else:
+                stop = next(
+                    (n for n in range(index + 1, len(keys)) if keys[n] in queued),
+                    len(keys),
+                )
+                match = self.ledger.match_prefix(
+                    keys[index:stop],
+                    start=position,
+                    namespace=namespace,
+                    stamp=stamp,
+                    lease_seconds=lease_seconds,
+                    touch=touch,
+                    deadline_seconds=deadline.remaining(),
+                )
+                found += zip(
+                    match.slots.tolist(), match.generations.tolist(), strict=True
+                )
+                if len(found) < stop:
+                    found.append(match.reason or Reason.ABSENT)
+            if leading and isinstance(found[-1], Reason):
+                break
+        return found
 
     def admit(
         self,
@@ -727,10 +733,9 @@ class DiskWorker(IoWorker):
     ) -> list[WriteRequest]:
         """Return the writes that are valid now; drop the others."""
         valid = valid_writes(writes)
-        if len(valid) < len(writes):
-            for write in set(writes) - valid:
-                results[write] = self._dropped(write.cancelled or Reason.STALE)
-        return [write for write in writes if write in valid]
+        for write in set(writes).difference(valid):
+            results[write] = self._dropped(write.cancelled or Reason.STALE)
+        return valid
 
     def _reserve(
         self,
@@ -744,7 +749,7 @@ class DiskWorker(IoWorker):
             self._skip(writes, results)
             return reserved
         live = self._drop_invalid(writes, results)
-        for run in runs(live, self._store.ledger.window, _follows):
+        for run in _runs(live, self._store.ledger.window):
             self._reserve_run(writer, run, reserved, results)
         return reserved
 
@@ -824,12 +829,17 @@ class DiskWorker(IoWorker):
     def _plain(self, payloads: Sequence[Bytes]) -> list[_Payload]:
         """Return payloads from which the slab can write."""
         store = self._store
-        if store.can_use(payloads):
-            return [_Payload(payload[: store.slot_bytes]) for payload in payloads]
-        spare = self._spare_payloads()[: len(payloads)]
-        for copy, payload in zip(spare, payloads, strict=True):
-            np.copyto(copy[: store.chunk_bytes], payload[: store.chunk_bytes])
-        return [_Payload(copy) for copy in spare]
+        if not store.can_use(payloads):
+            payloads = self._copied(payloads)
+        return [_Payload(payload[: store.slot_bytes]) for payload in payloads]
+
+    def _copied(self, payloads: Sequence[Bytes]) -> list[Bytes]:
+        """Copy payloads into page-aligned ones."""
+        nbytes = self._store.chunk_bytes
+        copies = self._spare_payloads()[: len(payloads)]
+        for copy, payload in zip(copies, payloads, strict=True):
+            np.copyto(copy[:nbytes], payload[:nbytes])
+        return copies
 
     def _encoded(
         self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
@@ -881,15 +891,27 @@ class DiskWorker(IoWorker):
         try:
             store.slab.write(slot, pages, len(run))
         except OSError as error:
-            if len(run) > 1:  # each slot alone: a bad sector affects only one
-                for one in run:
-                    self._write_run([one], results)
-            else:
-                results[run[0].write] = self._dropped(
-                    store.record_error(error, f"writing slot {slot}")
-                )
+            self._note_failed(run, error, results)
+        else:
+            store.breaker.record_success()
+
+    def _note_failed(
+        self,
+        run: Sequence[_Sealed],
+        error: OSError,
+        results: dict[WriteRequest, Done],
+    ) -> None:
+        """Handle a write that failed. Of several slots each is written alone: a bad sector affects
+        only one.
+        """
+        if len(run) > 1:
+            for one in run:
+                self._write_run([one], results)
             return
-        store.breaker.record_success()
+        slot, write, _ = run[0]
+        results[write] = self._dropped(
+            self._store.record_error(error, f"writing slot {slot}")
+        )
 
     def _skip(
         self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
@@ -918,7 +940,9 @@ class DiskWorker(IoWorker):
         written = self._drop_invalid(
             [write for write in reserved if write not in results], results
         )
-        if not written or not self._is_synced(written, results):
+        if self._store.durable and not self._is_synced(written, results):
+            return
+        if not written:
             return
         kept = writer.commit(
             [reserved[write] for write in written], _LEDGER_SECONDS
@@ -939,9 +963,7 @@ class DiskWorker(IoWorker):
     def _is_synced(
         self, written: Sequence[WriteRequest], results: dict[WriteRequest, Done]
     ) -> bool:
-        """Sync what was written if the tier is durable; drop it and return False if that fails."""
-        if not self._store.durable:
-            return True
+        """Sync what was written; drop it and return False if that fails."""
         try:
             self._store.slab.sync()
         except OSError as error:
@@ -962,6 +984,24 @@ def _place(read: ReadRequest) -> tuple[int, int]:
     return read.source
 
 
+def _runs(writes: Sequence[WriteRequest], most: int) -> list[list[WriteRequest]]:
+    """Split writes into runs of at most `most`, each of which one reserve can take."""
+    found: list[list[WriteRequest]] = []
+    for write in writes:
+        if found and len(found[-1]) < most and _follows(write, found[-1][-1]):
+            found[-1].append(write)
+        else:
+            found.append([write])
+    return found
+
+
 def _follows(write: WriteRequest, before: WriteRequest) -> bool:
-    same = (write.namespace, write.stamp) == (before.namespace, before.stamp)
-    return same and follows(write.chunk, before.chunk)
+    chunk = write.chunk
+    previous = before.chunk
+    return (
+        chunk.position == previous.position + 1
+        and chunk.parent in (None, previous.key)
+        and chunk.tokens == previous.tokens
+        and write.namespace == before.namespace
+        and write.stamp == before.stamp
+    )

@@ -35,11 +35,11 @@ from pagoda.tiers.base import (
     Bytes,
     Chunk,
     Done,
+    InSlot,
     check_keys,
     check_sizes,
     completed_future,
     running_future,
-    valid_sources,
 )
 from pagoda.tiers.put_and_load import BlockingCalls
 
@@ -93,15 +93,28 @@ class WriteRequest:
         return self.is_valid()
 
 
-def valid_writes(writes: Sequence[WriteRequest]) -> set[WriteRequest]:
-    """Return those of these writes that are valid, as `WriteRequest.is_valid` does for one."""
+def valid_writes(writes: Sequence[WriteRequest]) -> list[WriteRequest]:
+    """Return those of these writes that are valid. What several chunks share, such as the last
+    clear, is asked once; so is the ledger of the host tier.
+    """
+    answers: dict[int, bool] = {}
+    slots = list[InSlot]()
     running = [
         write
         for write in writes
         if write.cancelled is None and not write.future.done()
     ]
-    valid = valid_sources([write.chunk.still_valid for write in running])
-    return {write for write in running if id(write.chunk.still_valid) in valid}
+    for write in running:
+        source = write.chunk.still_valid
+        if isinstance(source, InSlot):
+            slots.append(source)
+        elif id(source) not in answers:
+            answers[id(source)] = source()
+    for are_published in {each.are_published for each in slots}:
+        asked = [each for each in slots if each.are_published == are_published]
+        published = are_published([each.place for each in asked])
+        answers.update(zip(map(id, asked), published, strict=True))
+    return [write for write in running if answers[id(write.chunk.still_valid)]]
 
 
 # Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot,
@@ -332,15 +345,10 @@ class IoQueue:
         """
         with self._changed:
             while True:
-                now = time.monotonic()
-                # writes that were put back and are due
-                while self._delayed and self._delayed[0][0] <= now:
-                    self._writes.append(heapq.heappop(self._delayed)[2])
+                pause = self._queue_due() if self._delayed else None
                 if self._closed or self._reads or (most_writes and self._writes):
                     break
-                self._changed.wait(
-                    self._delayed[0][0] - now if self._delayed else None
-                )
+                self._changed.wait(pause)
             if self._reads:
                 return self._take_run()
             if self._closed:
@@ -352,6 +360,15 @@ class IoQueue:
             for write in batch:
                 write.batch = self._batch
             return batch
+
+    def _queue_due(self) -> float | None:
+        """Queue the writes that were put back and are due; return the seconds until the next one.
+        Called with the lock.
+        """
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            self._writes.append(heapq.heappop(self._delayed)[2])
+        return self._delayed[0][0] - now if self._delayed else None
 
     def _take_run(self) -> list[ReadRequest]:
         """Take the next reads of adjacent slots. Called with the lock."""
@@ -617,19 +634,20 @@ class WorkerPool:
         missing threads again.
         """
         serving = self._serving
-        threads = serving.threads
-        if len(threads) <= self._io_threads and not self._closed:
-            with serving.lock:
-                readers = self._backend.reader_threads
-                targets: list[Callable[[], None]] = [self._background]
-                targets += [partial(self._work, self._backend.batch_chunks)] * (
-                    self._io_threads - readers
-                )
-                targets += [partial(self._work, 0)] * readers
-                for target in targets[len(threads) :]:
-                    if self._closed or not self._begin(target, threads):
-                        break
-        return serving.queue if len(threads) >= _FEWEST else None
+        if len(serving.threads) <= self._io_threads and not self._closed:
+            self._start_missing(serving)
+        return serving.queue if len(serving.threads) >= _FEWEST else None
+
+    def _start_missing(self, serving: _Serving) -> None:
+        readers = self._backend.reader_threads
+        writers = self._io_threads - readers
+        targets: list[Callable[[], None]] = [self._background]
+        targets += [partial(self._work, self._backend.batch_chunks)] * writers
+        targets += [partial(self._work, 0)] * readers
+        with serving.lock:
+            for target in targets[len(serving.threads) :]:
+                if self._closed or not self._begin(target, serving.threads):
+                    break
 
     def _begin(
         self, target: Callable[[], None], threads: list[threading.Thread]
