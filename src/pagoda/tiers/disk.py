@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from pathlib import Path
@@ -258,20 +258,11 @@ class DiskTier(QueuedTier, LedgerTier):
         )
         return sum(not isinstance(source, Reason) for source in sources)
 
-    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
-        return self._pool.queue.pending_writes(keys)
-
     def _stored(
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
     ) -> Iterator[bool]:
-        # A place costs nothing while there are enough: whoever takes the writes asks the ledger.
-        if not chunks or self._pool.queue.has_room(len(chunks)):
+        if not chunks:
             return repeat(False)
-        return self._stored_prefix(chunks, namespace, stamp)
-
-    def _stored_prefix(
-        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
-    ) -> Iterator[bool]:
         match = self.ledger.match_prefix(
             [chunk.key for chunk in chunks],
             start=chunks[0].position,

@@ -12,10 +12,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -38,7 +46,7 @@ from pagoda.tiers.base import (
     InSlot,
     check_keys,
     check_sizes,
-    completed_future,
+    end_of,
     running_future,
 )
 from pagoda.tiers.put_and_load import BlockingCalls
@@ -408,8 +416,6 @@ class IoQueue:
                 if self._outstanding_writes.get(write.chunk.key) is write:
                     del self._outstanding_writes[write.chunk.key]
             self._finishing.update(write for write, _ in ends)
-        with self._ended:
-            self._ended.notify_all()
         for write, done in ends:
             if not write.future.done():
                 write.future.set_result(done)
@@ -436,8 +442,6 @@ class IoQueue:
         with self._changed:
             self._read_count -= len(ended)
             self._finishing.update(each for each, _ in ended)
-        with self._ended:
-            self._ended.notify_all()
         for each, done in reversed(ended):
             each.future.set_result(done)
         self._finished([each for each, _ in ended])
@@ -782,6 +786,10 @@ class QueuedTier(BlockingCalls):
         """Wait until nothing is queued or running; return False after `timeout` seconds."""
         return self._pool.queue.wait(None, timeout)
 
+    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
+        """Return which of these keys are queued, or are being saved."""
+        return self._pool.queue.pending_writes(keys)
+
     def _open_queue(self) -> IoQueue | Reason:
         """Return the queue if it accepts work and its threads are running; otherwise why nothing
         can be queued now.
@@ -819,36 +827,34 @@ class QueuedTier(BlockingCalls):
         if isinstance(queue, Reason):
             return [self._dropped(queue) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
-        found = list(
-            zip(chunks, self._stored(chunks, namespace, stamp), strict=False)
+        # A place costs nothing while there are enough, and whoever takes a write finds out too.
+        stored = (
+            repeat(False)
+            if queue.has_room(len(chunks))
+            else self._stored(chunks, namespace, stamp)
         )
-        wanted = [
-            chunk
-            for chunk, stored in found
-            if not stored and chunk.payload.nbytes <= self.slot_bytes
-        ]
-        answers: list[Future[Done]] = running_answers(len(wanted))
-        writes = [
-            WriteRequest(chunk, namespace, stamp, answer)
-            for chunk, answer in zip(wanted, answers, strict=True)
-        ]
-        queued = iter(queue.add_writes(writes))
-        futures = list[Future[Done]]()
-        for chunk, stored in found:
-            if stored:
-                futures.append(completed_future(True))
-                continue
-            write = (
-                next(queued)
-                if chunk.payload.nbytes <= self.slot_bytes
-                else Reason.TOO_LARGE
-            )
-            futures.append(
-                self._dropped(write)
-                if isinstance(write, Reason)
-                else write.future
-            )
+        futures: list[Future[Done]] = running_answers(len(chunks))
+        writes: list[WriteRequest] = []
+        for chunk, future, is_stored in zip(
+            chunks, futures, stored, strict=False
+        ):
+            if is_stored:
+                future.set_result(Done(True))
+            elif chunk.payload.nbytes > self.slot_bytes:
+                self._end_dropped(future, Reason.TOO_LARGE)
+            else:
+                writes.append(WriteRequest(chunk, namespace, stamp, future))
+        for write, queued in zip(writes, queue.add_writes(writes), strict=True):
+            if isinstance(queued, Reason):
+                self._end_dropped(write.future, queued)
+            elif queued is not write:
+                # it ends with the write that was queued first
+                queued.future.add_done_callback(partial(_end_with, write.future))
         return futures
+
+    def _end_dropped(self, future: Future[Done], reason: Reason) -> None:
+        self._count(f"drop_{reason}")
+        future.set_result(Done(False, reason))
 
     @abstractmethod
     def _stored(
@@ -873,35 +879,34 @@ class QueuedTier(BlockingCalls):
         queue = self._open_queue()
         if isinstance(queue, Reason):
             return [self._missed(queue) for _ in keys]
-        sources = list(
-            self._sources(queue, keys, start, namespace, deadline_seconds)
-        )
-        answers: list[Future[Done]] = running_answers(len(keys))
-        reads = [
-            ReadRequest(
-                key,
-                None if start is None else start + n,
-                namespace,
-                buffer,
-                source,
-                answers[n],
-            )
-            for n, (key, buffer, source) in enumerate(
-                zip(keys, buffers, sources, strict=True)
-            )
-            if not isinstance(source, Reason)
-        ]
-        queued = iter(zip(reads, queue.add_reads(reads), strict=True))
-        futures = list[Future[Done]]()
-        for source in sources:
+        futures: list[Future[Done]] = running_answers(len(keys))
+        reads: list[ReadRequest] = []
+        sources = self._sources(queue, keys, start, namespace, deadline_seconds)
+        for at, source in enumerate(sources):
             if isinstance(source, Reason):
-                futures.append(self._missed(source))
+                self._end_missed(futures[at], source)
                 continue
-            read, refused = next(queued)
-            futures.append(
-                read.future if refused is None else self._missed(refused)
+            position = None if start is None else start + at
+            reads.append(
+                ReadRequest(
+                    keys[at],
+                    position,
+                    namespace,
+                    buffers[at],
+                    source,
+                    futures[at],
+                )
             )
+        for read, refused in zip(reads, queue.add_reads(reads), strict=True):
+            if refused is not None:
+                self._end_missed(read.future, refused)
         return futures
+
+    def _end_missed(self, future: Future[Done], reason: Reason) -> None:
+        # LEDGER_BUSY is counted by the ledger
+        if reason is not Reason.LEDGER_BUSY:
+            self._count(f"miss_{reason}")
+        future.set_result(Done(False, reason))
 
     @abstractmethod
     def _sources(
@@ -962,3 +967,8 @@ class QueuedTier(BlockingCalls):
         self._closed = True
         self._finalizer.detach()
         self._pool.close(timeout)
+
+
+def _end_with(future: Future[Done], first: Future[Done]) -> None:
+    """End the future of a write with that of an earlier write of the same chunk."""
+    future.set_result(end_of(first))
