@@ -341,8 +341,8 @@ def test_a_well_sealed_header_that_is_not_the_one_asked_for(
     page = slot_file(tier)[slot]
     header = codec.parse(page[:HEADER_BYTES].tobytes())
     assert header is not None
-    fields = {**vars(header), **CHANGES[what]}
-    page[:HEADER_BYTES] = codec.seal(codec.Header(**fields), page[HEADER_BYTES:])
+    changed = header._replace(**CHANGES[what])
+    page[:HEADER_BYTES] = codec.seal(changed, page[HEADER_BYTES:])
     assert ends(tier.load([key], [room()], namespace=ROOT)) == [
         Done(False, Reason.FAILED_CHECK)
     ]

@@ -10,7 +10,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +45,10 @@ class Chunk(NamedTuple):
     still_valid: Callable[[], bool]
 
 
+# `Ledger.are_published`
+AskPublished: TypeAlias = Callable[[Sequence[tuple[int, int]]], list[bool]]
+
+
 @dataclass(frozen=True, slots=True)
 class InSlot:
     """`Chunk.still_valid` of a payload in a slot of the host tier. A tier may ask about many at
@@ -49,7 +59,7 @@ class InSlot:
         place: the slot, and the generation of the chunk in it.
     """
 
-    are_published: Callable[[Sequence[tuple[int, int]]], list[bool]]
+    are_published: AskPublished
     place: tuple[int, int]
 
     def __call__(self) -> bool:

@@ -40,6 +40,7 @@ from pagoda.base.signal_safe_threads import (
     running_answers,
 )
 from pagoda.tiers.base import (
+    AskPublished,
     Bytes,
     Chunk,
     Done,
@@ -102,24 +103,19 @@ class WriteRequest:
 
 
 def valid_writes(writes: Sequence[WriteRequest]) -> list[WriteRequest]:
-    """Return those of these writes that are valid. What several chunks share, such as the last
-    clear, is asked once; so is the ledger of the host tier.
+    """Return those of these writes that are valid; they are being written. What several chunks
+    share, such as the last clear, is asked once; so is the ledger of the host tier.
     """
     answers: dict[int, bool] = {}
-    slots = list[InSlot]()
-    running = [
-        write
-        for write in writes
-        if write.cancelled is None and not write.future.done()
-    ]
+    slots: dict[AskPublished, list[InSlot]] = {}
+    running = [write for write in writes if write.cancelled is None]
     for write in running:
         source = write.chunk.still_valid
         if isinstance(source, InSlot):
-            slots.append(source)
+            slots.setdefault(source.are_published, []).append(source)
         elif id(source) not in answers:
             answers[id(source)] = source()
-    for are_published in {each.are_published for each in slots}:
-        asked = [each for each in slots if each.are_published == are_published]
+    for are_published, asked in slots.items():
         published = are_published([each.place for each in asked])
         answers.update(zip(map(id, asked), published, strict=True))
     return [write for write in running if answers[id(write.chunk.still_valid)]]
