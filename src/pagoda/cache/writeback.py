@@ -188,7 +188,9 @@ class _Piece:
         leases: _Leases | None,
         futures: Sequence[Future[Done]],
     ) -> None:
-        """`leases`: of the slots; None: the chunks are in staging buffers."""
+        """`leases` of the slots, and `futures` of the writes; None and empty: the chunks are in
+        staging buffers.
+        """
         self.refs = refs
         self.leases = leases
         self.futures = futures
@@ -671,7 +673,7 @@ class WriteBackQueue:
             raise
         with self._changed:
             self._writing += len(refs)
-        piece = _Piece(refs, leases, futures)
+        piece = _Piece(refs, leases, futures if leases is not None else ())
         for ref, future in zip(refs, futures, strict=True):
             future.add_done_callback(partial(self._on_write_done, piece, ref))
 
@@ -751,10 +753,11 @@ class WriteBackQueue:
 
     def _note_written(self, piece: _Piece) -> None:
         """Note what the writes of chunks in slots show about the tier, and end their leases."""
+        ends = ends_of(piece.futures)
+        piece.futures = ()  # their callbacks refer to the piece
         # after the close, the slots may hold other chunks
         if self._closed or self._host is None or piece.leases is None:
             return
-        ends = ends_of(piece.futures)
         self.mark_known(
             [ref for ref, done in zip(piece.refs, ends, strict=True) if done.ok]
         )

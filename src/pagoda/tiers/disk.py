@@ -352,36 +352,44 @@ class DiskTier(QueuedTier, LedgerTier):
             # `store` then asks for each batch, or returns the reason
             return len(keys), False
         store = self._store
+        run = namespace, stamp
         with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS
-            known = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED)
-            refused = 0
+            known = store.admissions.get(run, _NOTHING_ADMITTED)
             if start >= known.end and not known.refused:
-                some = keys[:_ADMIT_CHUNKS]
-                count = store.ledger.admit(
-                    some,
-                    start=start,
-                    stamp=stamp,
-                    deadline_seconds=_ADMIT_SECONDS,
-                )
-                known = _RunAdmission(
-                    start + count, count < len(some), start + len(some)
-                )
-                refused = len(some) - count
+                known = self._asked_policy(keys[:_ADMIT_CHUNKS], start, stamp)
             if known.refused and start + len(keys) > known.told:
-                # other threads may have asked about part of the run
-                rest = keys[max(0, known.told - start) :]
-                store.ledger.refuse(
-                    rest, start=start + len(keys) - len(rest), stamp=stamp
-                )
-                known = known._replace(told=start + len(keys))
-                refused += len(rest)
-            store.admissions[namespace, stamp] = known
+                known = self._told_policy(known, keys, start, stamp)
+            store.admissions[run] = known
             while len(store.admissions) > _ADMISSIONS:
                 del store.admissions[next(iter(store.admissions))]
-        if refused:
-            store.ledger.count({f"drop_{Reason.NOT_ADMITTED}": refused})
         count = max(0, min(known.end - start, len(keys)))
         return count, known.refused and count < len(keys)
+
+    def _asked_policy(
+        self, keys: Sequence[bytes], start: int, stamp: int
+    ) -> _RunAdmission:
+        """Ask the policy about the next chunks of a run, and count those that it refuses."""
+        count = self.ledger.admit(
+            keys, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS
+        )
+        self._count_refused(len(keys) - count)
+        return _RunAdmission(start + count, count < len(keys), start + len(keys))
+
+    def _told_policy(
+        self, known: _RunAdmission, keys: Sequence[bytes], start: int, stamp: int
+    ) -> _RunAdmission:
+        """Tell the policy that the rest of a run that it refuses was requested; other threads may
+        have told part of it.
+        """
+        end = start + len(keys)
+        rest = keys[max(0, known.told - start) :]
+        self.ledger.refuse(rest, start=end - len(rest), stamp=stamp)
+        self._count_refused(len(rest))
+        return known._replace(told=end)
+
+    def _count_refused(self, chunks: int) -> None:
+        if chunks:
+            self.ledger.count({f"drop_{Reason.NOT_ADMITTED}": chunks})
 
 
 class _RunAdmission(NamedTuple):

@@ -47,7 +47,6 @@ from pagoda.tiers.base import (
     InSlot,
     check_keys,
     check_sizes,
-    end_of,
     running_future,
 )
 from pagoda.tiers.put_and_load import BlockingCalls
@@ -830,22 +829,23 @@ class QueuedTier(BlockingCalls):
             else self._stored(chunks, namespace, stamp)
         )
         futures: list[Future[Done]] = running_answers(len(chunks))
-        writes: list[WriteRequest] = []
-        for chunk, future, is_stored in zip(
-            chunks, futures, stored, strict=False
+        writes: dict[int, WriteRequest] = {}
+        for at, (chunk, is_stored) in enumerate(
+            zip(chunks, stored, strict=False)
         ):
             if is_stored:
-                future.set_result(Done(True))
+                futures[at].set_result(Done(True))
             elif chunk.payload.nbytes > self.slot_bytes:
-                self._end_dropped(future, Reason.TOO_LARGE)
+                self._end_dropped(futures[at], Reason.TOO_LARGE)
             else:
-                writes.append(WriteRequest(chunk, namespace, stamp, future))
-        for write, queued in zip(writes, queue.add_writes(writes), strict=True):
-            if isinstance(queued, Reason):
-                self._end_dropped(write.future, queued)
-            elif queued is not write:
-                # it ends with the write that was queued first
-                queued.future.add_done_callback(partial(_end_with, write.future))
+                writes[at] = WriteRequest(chunk, namespace, stamp, futures[at])
+        queued = queue.add_writes(writes.values())
+        for at, write in zip(writes, queued, strict=True):
+            if isinstance(write, Reason):
+                self._end_dropped(futures[at], write)
+            else:
+                # of an earlier write of the same chunk, if there is one
+                futures[at] = write.future
         return futures
 
     def _end_dropped(self, future: Future[Done], reason: Reason) -> None:
@@ -963,8 +963,3 @@ class QueuedTier(BlockingCalls):
         self._closed = True
         self._finalizer.detach()
         self._pool.close(timeout)
-
-
-def _end_with(future: Future[Done], first: Future[Done]) -> None:
-    """End the future of a write with that of an earlier write of the same chunk."""
-    future.set_result(end_of(first))
