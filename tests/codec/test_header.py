@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -96,16 +94,16 @@ def test_every_field_is_compared(
 ) -> None:
     payload = payload_of(stored.length, seed)
     page = seal(stored, payload)
-    for name, value in asdict(asked).items():
+    for name, value in asked._asdict().items():
         same = value == getattr(stored, name)
         expected = None if same else Reason.FAILED_CHECK
-        assert verify(page, payload, replace(stored, **{name: value})) is expected
+        assert verify(page, payload, stored._replace(**{name: value})) is expected
         assert verify(page, payload, Expected(**{name: value})) is expected
 
 
 @given(header=HEADERS)
 def test_swapped_payload_is_detected(header: Header) -> None:
-    header = replace(header, length=300)
+    header = header._replace(length=300)
     page = seal(header, payload_of(300, 1))
     assert verify(page, payload_of(300, 2), header) is Reason.FAILED_CHECK
 
@@ -116,7 +114,7 @@ def test_payload_checksum_covers_the_header() -> None:
     """
     payload = payload_of(5000)
     one = seal(HEADER, payload)
-    two = seal(replace(HEADER, slot=4), payload)
+    two = seal(HEADER._replace(slot=4), payload)
     assert not np.array_equal(one[:400], two[:400])
     differing = np.flatnonzero(one != two)
     # the slot, nearly all of the 16 and of the 8 checksum bytes
@@ -125,7 +123,7 @@ def test_payload_checksum_covers_the_header() -> None:
 
 def test_unknown_codec_and_missing_bytes_fail() -> None:
     payload = payload_of(5000)
-    page = seal(replace(HEADER, codec="later"), payload)
+    page = seal(HEADER._replace(codec="later"), payload)
     header = parse(page)
     assert header is not None
     assert header.codec == "later"
@@ -169,7 +167,7 @@ def test_out_is_used_and_cleaned() -> None:
 )
 def test_fields_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        seal(replace(HEADER, **change), payload_of(5000))
+        seal(HEADER._replace(**change), payload_of(5000))
 
 
 def test_out_of_wrong_size_is_refused() -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -548,8 +547,7 @@ def sealed(
     used, stored = codec.encode(
         name, payload, 2, np.empty_like(payload), layout=layout
     )
-    described = replace(
-        HEADER,
+    described = HEADER._replace(
         codec=used,
         length=payload.nbytes,
         stored_bytes=0 if used == "raw" else stored.nbytes,
@@ -609,7 +607,7 @@ def test_the_checksum_of_a_lossy_chunk_is_over_the_stored_bytes(
         assert codec.verify(page, stored, described) is Reason.FAILED_CHECK, at
         stored[at] ^= 1 << at % 8
     with pytest.raises(ValueError, match="the payload has"):
-        codec.seal(replace(described, stored_bytes=0), stored)
+        codec.seal(described._replace(stored_bytes=0), stored)
 
 
 def format_of(page: Bytes) -> int:

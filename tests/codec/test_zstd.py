@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -259,7 +258,7 @@ def test_every_flipped_byte_is_refused_or_decodes_to_other_bytes(
     payload = payload_of("specials", 2003, 1)
     stored = stored_of(payload, word)
     back = np.empty(2003, np.uint8)
-    page = seal(replace(HEADER, length=2003), payload)
+    page = seal(HEADER._replace(length=2003), payload)
     for at in range(stored.nbytes):
         for bits in (1, 0x80, 0xFF):
             stored[at] ^= bits
@@ -500,7 +499,7 @@ def test_a_chunk_says_its_codec(payload: np.ndarray) -> None:
     back = np.zeros_like(payload)
     for asked in LOSSLESS:
         used, stored = encode(asked, payload, 2, out)
-        header = replace(HEADER, codec=used, length=payload.nbytes)
+        header = HEADER._replace(codec=used, length=payload.nbytes)
         page = seal(header, payload)
         assert decode(used, stored, 2, back)
         assert verify(page, back, Expected(key=header.key)) is None

@@ -8,7 +8,6 @@ import functools
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,7 +68,7 @@ class Forger:
 
     def reseal(self, **changed: object) -> None:
         """Give the value under `key` a header with other fields and a valid checksum."""
-        header = replace(self.header(self.key), **changed)  # type: ignore[arg-type]
+        header = self.header(self.key)._replace(**changed)  # type: ignore[arg-type]
         payload = payload_of(self.key, LARGE)
         whole = (
             np.zeros(max(header.length, payload.nbytes), np.uint8)
@@ -79,7 +78,7 @@ class Forger:
         whole[: payload.nbytes] = payload
         # what cannot be sealed over its bytes is sealed over none
         if header.length > whole.nbytes:
-            header, sealed = replace(header, length=0), header
+            header, sealed = header._replace(length=0), header
             page = seal(header, whole)
             header = sealed
         else:
@@ -179,7 +178,7 @@ def test_another_namespace_s_whole_value_under_this_name(forger: Forger) -> None
     the same.
     """
     page = seal(
-        replace(forger.header(forger.key), namespace=OTHER.root),
+        forger.header(forger.key)._replace(namespace=OTHER.root),
         payload_of(forger.key, LARGE),
     )
     forger.write(h=page.tobytes())
@@ -304,8 +303,8 @@ def test_a_value_that_would_become_very_large(
     value = (head + table + table + data + data if framed else data)[
         : LARGE.chunk_bytes - 1
     ]
-    header = replace(
-        forger.header(forger.key), codec="zstd", stored_bytes=len(value)
+    header = forger.header(forger.key)._replace(
+        codec="zstd", stored_bytes=len(value)
     )
     forger.truth.delete(name_of(forger.prefix, forger.key))
     pieces = {

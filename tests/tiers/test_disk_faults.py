@@ -139,10 +139,7 @@ def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
     assert tier.stats()["miss_io_error"] == 1
     # the removal is published like any other
     places = zip(match.slots.tolist(), match.generations.tolist(), strict=True)
-    assert [tier.ledger.is_published(*place) for place in places] == [
-        False,
-        True,
-    ]
+    assert tier.ledger.are_published(list(places)) == [False, True]
     assert tier.ledger.explain_miss(keys[0]).reason is Reason.FAILED_CHECK
     assert "ValueError" not in caplog.text
     check(tier)
@@ -344,8 +341,8 @@ def test_a_well_sealed_header_that_is_not_the_one_asked_for(
     page = slot_file(tier)[slot]
     header = codec.parse(page[:HEADER_BYTES].tobytes())
     assert header is not None
-    fields = {**vars(header), **CHANGES[what]}
-    page[:HEADER_BYTES] = codec.seal(codec.Header(**fields), page[HEADER_BYTES:])
+    changed = header._replace(**CHANGES[what])
+    page[:HEADER_BYTES] = codec.seal(changed, page[HEADER_BYTES:])
     assert ends(tier.load([key], [room()], namespace=ROOT)) == [
         Done(False, Reason.FAILED_CHECK)
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 
 from pagoda.base.metrics import Reason
-from pagoda.tiers.base import Done
+from pagoda.tiers.base import Done, InSlot
 from pagoda.tiers.io_queue import (
     IoQueue,
     ReadRequest,
@@ -389,15 +389,33 @@ def test_what_several_writes_share_is_asked_once() -> None:
         return lambda: bool(asked.append(name)) or valid
 
     shared = source("shared", True)
-    sources = [shared, shared, source("gone", False), shared, shared]
+    sources = [shared, shared, source("gone", False), shared]
     writes = [
         WriteRequest(chunks_of(KEYS[n : n + 1], n, each)[0], ROOT, None)
         for n, each in enumerate(sources)
     ]
     writes[3].cancelled = Reason.REMOVED
-    writes[4].future.set_result(OK)
-    assert valid_writes(writes) == set(writes[:2])
+    assert valid_writes(writes) == writes[:2]
     assert asked == ["shared", "gone"]
+
+
+def test_chunks_in_slots_are_asked_about_at_once() -> None:
+    """One look at each ledger, and one barrier, for all chunks of a batch."""
+    asked: list[list[tuple[int, int]]] = []
+
+    def published(places: Sequence[tuple[int, int]]) -> list[bool]:
+        asked.append(list(places))
+        return [slot != 1 for slot, _ in places]
+
+    writes = [
+        WriteRequest(
+            chunks_of(KEYS[n : n + 1], n, InSlot(published, (n, 7)))[0], ROOT, 0
+        )
+        for n in range(3)
+    ]
+    assert valid_writes(writes) == [writes[0], writes[2]]
+    assert asked == [[(0, 7), (1, 7), (2, 7)]]
+    assert [write.is_valid() for write in writes] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", ["reads", "writes"])

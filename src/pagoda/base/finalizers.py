@@ -39,15 +39,15 @@ class Finalizer(weakref.ref[object]):
     """
 
     __slots__ = ("_close",)
+    _close: Callable[[], object]
 
-    def __new__(cls, owner: object, _: Callable[[], object]) -> Self:
+    def __new__(cls, owner: object, close: Callable[[], object]) -> Self:
         """Make a finalizer that watches `owner`."""
-        return super().__new__(cls, owner, _dropped.put)
-
-    def __init__(self, owner: object, close: Callable[[], object]) -> None:
+        self = super().__new__(cls, owner, _dropped.put)
         self._close = close
         if _thread is None or not _thread.is_alive():
             _start()
+        return self
 
     def __call__(self) -> None:
         """Call `close`. Only the thread calls this."""

@@ -276,6 +276,14 @@ class Answer(Future[T]):
         self._done_callbacks: list[Callable[[Future[T]], object]] = []
 
 
+def running_answers(count: int) -> list[Future[T]]:
+    """Return futures that cannot be cancelled, because what they are about has begun."""
+    answers: list[Future[T]] = [Answer() for _ in range(count)]
+    for answer in answers:
+        answer.set_running_or_notify_cancel()
+    return answers
+
+
 def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:
     """Wait until all futures have ended, or for `timeout` seconds. Thread-safe.
 

@@ -30,8 +30,8 @@ from pagoda.cache.writeback import (
     ChunkRef,
     Generations,
     Slots,
+    chains,
     columns_of,
-    follows,
 )
 from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import (
@@ -48,7 +48,7 @@ from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.policy.reuse_context import workload_of
 from pagoda.tiers import HostTier
-from pagoda.tiers.base import Bytes, runs
+from pagoda.tiers.base import Bytes
 
 T = TypeVar("T")
 
@@ -312,7 +312,7 @@ class HostSlots:
                 {"loaded_chunks": len(read), "loaded_bytes": nbytes}
             )
             left_out = self._weights.scope()[1].left_out
-            for run in runs(read, self.count, follows):
+            for run in chains(read):
                 where = columns_of(run)
                 access = Access(
                     namespace, run.copy, len(run), where, left_out=left_out
@@ -513,7 +513,7 @@ class HostSlots:
             kept = {(one.slot, one.generation) for one in visible}
             lower = self._weights.scope()[1].written
             for namespace, refs in written.items():
-                for run in runs(refs, self.count, follows):
+                for run in chains(refs):
                     stored = [
                         ref for ref in run if (ref.slot, ref.generation) in kept
                     ]

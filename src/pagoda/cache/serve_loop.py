@@ -35,7 +35,7 @@ from pagoda.cache.writeback import (
     chunk_ref,
     refs_in_slots,
 )
-from pagoda.ledger import Busy, Refused, Reserved
+from pagoda.ledger import Busy, Match, Refused, Reserved
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
 
@@ -133,9 +133,11 @@ class ServeLoop:
         """Serve some chunks, or wait for the next one; return why the run is over, if it is."""
         host = self._tiers.host
         if host is not None:
-            end = self._serve_from_host(host)
-            if end is not None or self._done == self._length:
-                return end
+            match = self._match_in_host(host)
+            if len(match.slots):
+                end = self._serve_from_host(host, match)
+                if end is not None or self._done == self._length:
+                    return end
         before = self._done
         is_busy = self._host_reason is Reason.BUSY
         source: _Source | None = None
@@ -172,10 +174,8 @@ class ServeLoop:
 
     # -- from host slots ---------------------------------------------------------------------------
 
-    def _serve_from_host(self, host: HostTier) -> ServeEnd | None:
-        """Serve what the host tier has from the next chunk on, in windows between which the
-        deadline is checked.
-        """
+    def _match_in_host(self, host: HostTier) -> Match:
+        """Return what the host tier has from the next chunk on."""
         match = host.ledger.match_prefix(
             self._request.keys[self._done :],
             start=self._request.position_of(self._done),
@@ -185,8 +185,12 @@ class ServeLoop:
             deadline_seconds=self._deadline.remaining(),
         )
         self._host_reason = match.reason
-        if not len(match.slots):
-            return None
+        return match
+
+    def _serve_from_host(self, host: HostTier, match: Match) -> ServeEnd | None:
+        """Serve what was found in the host tier, in windows between which the deadline is
+        checked.
+        """
         first = self._done
         end: ServeEnd | None = None
         kv = self._kv

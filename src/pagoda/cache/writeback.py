@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import compress
+from itertools import compress, count
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ from pagoda.config import Config
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.tiers import HostTier
-from pagoda.tiers.base import Chunk, Done, Tier, end_of, runs
+from pagoda.tiers.base import Bytes, Chunk, Done, InSlot, Tier, ends_of
 
 log = guarded_logger("pagoda.cache")
 
@@ -133,6 +133,17 @@ def follows(ref: ChunkRef, before: ChunkRef) -> bool:
     return ref.position == before.position + 1 and ref.parent == before.key
 
 
+def chains(refs: Iterable[ChunkRef]) -> list[list[ChunkRef]]:
+    """Split chunks into runs, in which each chunk comes right after the one before it."""
+    found: list[list[ChunkRef]] = []
+    for ref in refs:
+        if found and follows(ref, found[-1][-1]):
+            found[-1].append(ref)
+        else:
+            found.append([ref])
+    return found
+
+
 class _WriteBatch(NamedTuple):
     """A run of chunks for a lower tier, in order, with one stamp, so that its tail is evicted first
     there too.
@@ -158,6 +169,33 @@ class Access(NamedTuple):
     source: Tier | None = None  # the lower tier that served them
     asked: bool = True
     left_out: tuple[str, ...] = ()  # tiers that may not have these chunks
+
+
+class _Leases(NamedTuple):
+    """The ends of the leases of some slots, before and after they were leased for a write."""
+
+    slots: Slots
+    before: npt.NDArray[np.int64]
+    after: npt.NDArray[np.int64]
+
+
+class _Piece:
+    """Chunks that were passed to a tier together, all in slots or all in staging buffers."""
+
+    def __init__(
+        self,
+        refs: Sequence[ChunkRef],
+        leases: _Leases | None,
+        futures: Sequence[Future[Done]],
+    ) -> None:
+        """`leases` of the slots, and `futures` of the writes; None and empty: the chunks are in
+        staging buffers.
+        """
+        self.refs = refs
+        self.leases = leases
+        self.futures = futures
+        # Gives 0 to the last write that ends. Its `next` is a built-in, and so atomic.
+        self.left = count(len(refs) - 1, -1)
 
 
 # -- one lower tier --------------------------------------------------------------------------------
@@ -463,12 +501,11 @@ class WriteBackQueue:
         if not self._queue:
             return None
         batch = self._queue.popleft()
-        while self._queue and _continues(batch, self._queue[0]):
-            batch.refs.extend(self._queue.popleft().refs)
+        if batch.refs[0].staged is not None:
+            while self._queue and _continues(batch, self._queue[0]):
+                batch.refs.extend(self._queue.popleft().refs)
+            self._buffered -= len(batch.refs)
         self._waiting -= len(batch.refs)
-        self._buffered -= (
-            len(batch.refs) if batch.refs[0].staged is not None else 0
-        )
         self._tell_waiting()
         return batch
 
@@ -524,7 +561,7 @@ class WriteBackQueue:
         try:
             # staged chunks were admitted before they were copied
             if left and left[0].staged is None:
-                left = self._to_write(batch)
+                left = self._lacking(batch)
                 left = self._admitted(batch, left)
             while left:
                 piece = left[: self._piece]
@@ -539,32 +576,46 @@ class WriteBackQueue:
             if left and not batch.asked:
                 self._drop(left, Reason.IO_ERROR)
 
-    def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
+    def _lacking(self, batch: _WriteBatch) -> list[ChunkRef]:
         """Touch the chunks of a batch that the tier has; return those that it lacks and that must
         be written now.
         """
         lacking: list[ChunkRef] = []
-        for run in runs(batch.refs, len(batch.refs), follows):
-            keys = [ref.key for ref in run]
-            present = self.tier.touch(
-                keys,
-                namespace=batch.namespace,
-                start=run[0].position,
-                stamp=batch.stamp,
-                asked=batch.asked,
-            )
+        for run in chains(batch.refs):
+            lacking += self._touch(batch, run)
+        if batch.asked and lacking:
+            return self._worth_writing(batch, lacking)
+        return lacking
+
+    def _touch(
+        self, batch: _WriteBatch, run: Sequence[ChunkRef]
+    ) -> list[ChunkRef]:
+        """Touch those chunks of a run that the tier has; return those in slots that it lacks."""
+        present = self.tier.touch(
+            [ref.key for ref in run],
+            namespace=batch.namespace,
+            start=run[0].position,
+            stamp=batch.stamp,
+            asked=batch.asked,
+        )
+        if present is None:
             # no answer; stored chunks are offered anyway: the tier reports why it refuses them
-            if present is None:
-                lacking += [] if batch.asked else run
-                continue
+            present = [batch.asked] * len(run)
+        elif any(present):
             self.mark_known(list(compress(run, present)))
-            lacking += [
-                ref for ref, there in zip(run, present, strict=True) if not there
-            ]
-        # the others are only names
-        lacking = [ref for ref in lacking if ref.slot >= 0]
-        if not batch.asked or not lacking:
-            return lacking
+        # those without a slot are only names
+        return [
+            ref
+            for ref, there in zip(run, present, strict=True)
+            if not there and ref.slot >= 0
+        ]
+
+    def _worth_writing(
+        self, batch: _WriteBatch, lacking: Sequence[ChunkRef]
+    ) -> list[ChunkRef]:
+        """Return those of these chunks, which were served from above, that the policy wants written
+        now.
+        """
         assert self._host is not None  # the chunks are in its slots
         ledger = self._host.ledger
         where = columns_of(lacking)
@@ -588,124 +639,141 @@ class WriteBackQueue:
         one.
         """
         admitted: list[ChunkRef] = []
-        for run in runs(refs, len(refs), follows):
+        for run in chains(refs):
             at = 0
             refusing = False
             while at < len(run) and not refusing:
-                keys = [ref.key for ref in run[at:]]
-                start = run[at].position
                 count, refusing = self.tier.admit(
-                    keys,
+                    [ref.key for ref in run[at:]],
                     namespace=batch.namespace,
-                    start=start,
+                    start=run[at].position,
                     stamp=batch.stamp,
                 )
-                admitted += run[at : at + count]
                 at += count
-            self.mark_known(run[at:], _REFUSED_SECONDS)
+            admitted += run[:at]
+            if refusing:
+                self.mark_known(run[at:], _REFUSED_SECONDS)
         return admitted
 
-    def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
+    def _send(self, batch: _WriteBatch, refs: Sequence[ChunkRef]) -> None:
         """Pass chunks to the tier, after a bounded wait until it is writing few enough."""
-        most = self._most_writing - len(piece)
-        with self._changed:
-            if self._writing > most:
-                self._awaited = most
-                self._changed.wait_for(
-                    lambda: self._closed or self._writing <= most, _WRITE_SECONDS
-                )
-                self._awaited = -1
+        most = self._most_writing - len(refs)
+        if self._writing > most:
+            self._wait_for_writes(most)
         try:
-            leased = self._lease(piece)
-            chunks = self._chunks(piece)
+            leases, chunks = self._chunks(refs)
             futures = self.tier.store(chunks, batch.namespace, stamp=batch.stamp)
-            if len(futures) != len(piece):
+            if len(futures) != len(refs):
                 # counted as being written, the others would be for ever
                 raise ValueError(
-                    f"{self.tier.name} gave {len(futures)} futures for {len(piece)} chunks"
+                    f"{self.tier.name} gave {len(futures)} futures for {len(refs)} chunks"
                 )
         except Exception:
-            self._counters.add({f"drop_{Reason.IO_ERROR}": len(piece)})
-            for ref in piece:
-                if ref.staged is not None:
-                    ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
+            self._note_unsent(refs)
             raise
         with self._changed:
-            self._writing += len(piece)
-        for ref, lease, future in zip(piece, leased, futures, strict=True):
-            future.add_done_callback(partial(self._on_write_done, ref, lease))
+            self._writing += len(refs)
+        piece = _Piece(refs, leases, futures if leases is not None else ())
+        for ref, future in zip(refs, futures, strict=True):
+            future.add_done_callback(partial(self._on_write_done, piece, ref))
 
-    def _lease(
-        self, refs: Sequence[ChunkRef]
-    ) -> Sequence[tuple[int, int] | None]:
-        """Keep the slots of these chunks from eviction while they are written; return their old and
-        new lease ends.
-        """
-        if self._host is None or refs[0].staged is not None:
-            return [None] * len(refs)
-        ledger = self._host.ledger
-        (slots, generations) = columns_of(refs)
-        before = ledger.columns.lease_until[slots].tolist()
-        ledger.lease(slots, generations, _LEASE_SECONDS)
-        return list(
-            zip(before, ledger.columns.lease_until[slots].tolist(), strict=True)
-        )
-
-    def _chunks(self, piece: Sequence[ChunkRef]) -> list[Chunk]:
-        """Return chunks in the form in which a tier takes them."""
-        host = self._host
-        if host is None or piece[0].staged is not None:
-            staged = [
-                (ref.staged.buffer, ref.staged.still_valid)
-                for ref in piece
-                if ref.staged is not None
-            ]
-        else:
-            views = host.slab.views([ref.slot for ref in piece])
-            valid = host.ledger.is_published
-            staged = [
-                (view, partial(valid, ref.slot, ref.generation))
-                for ref, view in zip(piece, views, strict=True)
-            ]
-        return [
-            Chunk(
-                ref.key,
-                ref.position,
-                self._chunk_tokens,
-                payload,
-                ref.parent,
-                still_valid,
+    def _wait_for_writes(self, most: int) -> None:
+        """Wait until the tier is writing no more than `most` chunks, up to a limit."""
+        with self._changed:
+            self._awaited = most
+            self._changed.wait_for(
+                lambda: self._closed or self._writing <= most, _WRITE_SECONDS
             )
-            for ref, (payload, still_valid) in zip(piece, staged, strict=True)
+            self._awaited = -1
+
+    def _note_unsent(self, refs: Sequence[ChunkRef]) -> None:
+        """Drop chunks that the tier broke on: nobody knows whether it still reads their buffers."""
+        self._counters.add({f"drop_{Reason.IO_ERROR}": len(refs)})
+        for ref in refs:
+            if ref.staged is not None:
+                ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
+
+    def _chunks(
+        self, refs: Sequence[ChunkRef]
+    ) -> tuple[_Leases | None, list[Chunk]]:
+        """Return chunks in the form in which a tier takes them, and the leases of their slots."""
+        if self._host is None or refs[0].staged is not None:
+            return None, self._staged_chunks(refs)
+        return self._leased_chunks(self._host, refs)
+
+    def _staged_chunks(self, refs: Sequence[ChunkRef]) -> list[Chunk]:
+        return [
+            self._chunk(ref, ref.staged.buffer, ref.staged.still_valid)
+            for ref in refs
+            if ref.staged is not None
         ]
 
+    def _leased_chunks(
+        self, host: HostTier, refs: Sequence[ChunkRef]
+    ) -> tuple[_Leases, list[Chunk]]:
+        """Return chunks in slots, which are not evicted while they are written."""
+        slots, generations = columns_of(refs)
+        ends = host.ledger.columns.lease_until
+        before = ends[slots]
+        host.ledger.lease(slots, generations, _LEASE_SECONDS)
+        leases = _Leases(slots, before, ends[slots])
+        valid = host.ledger.are_published
+        return leases, [
+            self._chunk(ref, view, InSlot(valid, (ref.slot, ref.generation)))
+            for ref, view in zip(
+                refs, host.slab.views(slots.tolist()), strict=True
+            )
+        ]
+
+    def _chunk(
+        self, ref: ChunkRef, payload: Bytes, still_valid: Callable[[], bool]
+    ) -> Chunk:
+        tokens = self._chunk_tokens
+        return Chunk(
+            ref.key, ref.position, tokens, payload, ref.parent, still_valid
+        )
+
     def _on_write_done(
-        self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]
+        self, piece: _Piece, ref: ChunkRef, future: Future[Done]
     ) -> None:
-        """Note what a finished write shows about the tier; release slot or buffer. Runs on a thread
-        of the tier.
+        """Release the buffer of a chunk, or note what the writes of a piece have shown once all
+        have ended. Runs on a thread of the tier.
         """
         try:
-            done = end_of(future)
-            # after the close, the slots may hold other chunks
-            if not self._closed:
-                if done.ok or done.reason is Reason.NOT_ADMITTED:
-                    self.mark_known([ref], 0.0 if done.ok else _REFUSED_SECONDS)
-                if lease is not None and self._host is not None:
-                    before, after = lease
-                    ends = self._host.ledger.columns.lease_until
-                    # Restore the old lease end, unless another call has leased the slot since:
-                    # clean slots must be evicted first.
-                    if ends[ref.slot] == after:
-                        ends[ref.slot] = before
             if ref.staged is not None:
-                ref.staged.finish(done)
+                ref.staged.finish(ends_of([future])[0])
+            elif next(piece.left) == 0:
+                self._note_written(piece)
         finally:
             with self._changed:
                 self._writing -= 1
                 # a call that flushes waits for the last one
                 if not self._writing or self._writing <= self._awaited:
                     self._changed.notify_all()
+
+    def _note_written(self, piece: _Piece) -> None:
+        """Note what the writes of chunks in slots show about the tier, and end their leases."""
+        ends = ends_of(piece.futures)
+        piece.futures = ()  # their callbacks refer to the piece
+        # after the close, the slots may hold other chunks
+        if self._closed or self._host is None or piece.leases is None:
+            return
+        self.mark_known(
+            [ref for ref, done in zip(piece.refs, ends, strict=True) if done.ok]
+        )
+        refused = [
+            ref
+            for ref, done in zip(piece.refs, ends, strict=True)
+            if done.reason is Reason.NOT_ADMITTED
+        ]
+        if refused:
+            self.mark_known(refused, _REFUSED_SECONDS)
+        # Restore the old lease ends, unless another call has leased the slot since: clean slots
+        # must be evicted first.
+        leases = piece.leases
+        lease_until = self._host.ledger.columns.lease_until
+        ours = lease_until[leases.slots] == leases.after
+        lease_until[leases.slots[ours]] = leases.before[ours]
 
     # -- what the tier has -------------------------------------------------------------------------
 
@@ -733,8 +801,8 @@ class WriteBackQueue:
 
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
-    """Whether two batches in staging buffers are of one run, so that they can be handed over as
-    one.
+    """Whether the batch after one in staging buffers is of the same run, and also in buffers, so
+    that they can be handed over as one.
     """
     first = following.refs[0]
     last = batch.refs[-1]
@@ -742,12 +810,7 @@ def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
         following.namespace,
         following.stamp,
     )
-    return (
-        same
-        and first.staged is not None
-        and last.staged is not None
-        and follows(first, last)
-    )
+    return same and first.staged is not None and follows(first, last)
 
 
 def _regroup(dirty: Iterable[tuple[ChunkRef, _WriteBatch]]) -> list[_WriteBatch]:

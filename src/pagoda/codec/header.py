@@ -9,9 +9,6 @@ versions, a chunk of format 2 is another version's: a miss that stays in the sto
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,13 +34,16 @@ _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)
 _LAST = struct.Struct("<Q32s")  # stored_bytes and parent, after the checksums
 _NO_PARENT = bytes(32)
+# of store_id, namespace, key and parent
+_SIZES = (16, 32, 32, 32)
+_CODEC_BYTES = 16
+_FINGERPRINT_BYTES = 32
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
 _Values: TypeAlias = tuple[int | str | bytes, ...]
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The header of a stored chunk.
 
     `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is
@@ -93,10 +93,9 @@ class Expected(NamedTuple):
     parent: bytes | None = None
 
 
-_NAMES = tuple(field.name for field in fields(Header))
+_NAMES = Header._fields
+# A reader compares the values of a header in this order, without making a `Header`.
 assert Expected._fields == _NAMES
-# The values of a header in this order. A reader compares them without making a `Header`.
-_values: Callable[[object], _Values] = attrgetter(*_NAMES)
 _CODEC = _NAMES.index("codec")
 _LENGTH = _NAMES.index("length")
 _STORED = _NAMES.index("stored_bytes")
@@ -183,14 +182,13 @@ def agrees(found: Header, expected: Header | Expected) -> bool:
     """Whether a header has all values of `expected`, and a known codec. Does not check the
     payload.
     """
-    return _agree(_values(found), expected)
+    return _agree(found, expected)
 
 
 def _agree(found: _Values, expected: Header | Expected) -> bool:
-    wanted = expected if isinstance(expected, Expected) else _values(expected)
     if found[_CODEC] not in CODECS:
         return False
-    for want, value in zip(wanted, found, strict=True):
+    for want, value in zip(expected, found, strict=True):
         if want is not None and want != value:
             return False
     return True
@@ -219,24 +217,24 @@ def verify(
 
 
 def _pack(header: Header) -> bytes:
-    for name, value, size in (
-        ("store_id", header.store_id, 16),
-        ("namespace", header.namespace, 32),
-        ("key", header.key, 32),
-        ("parent", header.parent or _NO_PARENT, 32),
-    ):
-        if len(value) != size:
-            raise ValueError(f"{name} has {size} bytes, got {len(value)}")
     codec = header.codec.encode()
     fingerprint = header.fingerprint.encode()
-    for name, text, size in (
-        ("codec", codec, 16),
-        ("fingerprint", fingerprint, 32),
+    sizes = (
+        len(header.store_id),
+        len(header.namespace),
+        len(header.key),
+        len(header.parent or _NO_PARENT),
+    )
+    if (
+        sizes != _SIZES
+        or len(codec) > _CODEC_BYTES
+        or len(fingerprint) > _FINGERPRINT_BYTES
+        or b"\0" in codec + fingerprint
     ):
-        if len(text) > size or b"\0" in text:
-            raise ValueError(
-                f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}"
-            )
+        raise ValueError(
+            "store_id has 16 bytes; namespace, key and parent have 32; the codec may have 16 bytes "
+            f"of UTF-8 and the fingerprint 32, without NUL: got {header}"
+        )
     try:
         return _FIELDS.pack(
             MAGIC,

@@ -1407,7 +1407,7 @@ class Ledger:
         were found.
         """
         if not self.on_disk:
-            return [self.is_published(*place) for place in places]
+            return self.are_published(places)
         matched = self._matched
         # no transaction since the chunks were found: nothing has changed
         if (
@@ -1425,11 +1425,16 @@ class Ledger:
             return [False] * len(places)
 
     def is_published(self, slot: int, generation: int) -> bool:
-        """Return whether a slot is published with that generation; for a store on disk a hint.
-        Takes no lock.
+        """Return for one slot what `are_published` returns for several."""
+        return self.are_published([(slot, generation)])[0]
+
+    def are_published(self, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return for each slot whether it is published with that generation; for a store on disk a
+        hint. Takes no lock.
         """
         barrier()
-        return bool(self.columns.cells[0][slot] == generation)
+        published = self.columns.cells[0]
+        return [published[slot] == generation for slot, generation in places]
 
     def is_ready(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64]

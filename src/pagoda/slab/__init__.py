@@ -11,6 +11,19 @@ file          slots in a file, by direct I/O
 from __future__ import annotations
 
 from pagoda.slab.file import FileSlab
-from pagoda.slab.memory import PAGE_BYTES, MemorySlab, address, aligned
+from pagoda.slab.memory import (
+    PAGE_BYTES,
+    MemorySlab,
+    address,
+    aligned,
+    begin_on_pages,
+)
 
-__all__ = ["PAGE_BYTES", "FileSlab", "MemorySlab", "address", "aligned"]
+__all__ = [
+    "PAGE_BYTES",
+    "FileSlab",
+    "MemorySlab",
+    "address",
+    "aligned",
+    "begin_on_pages",
+]

@@ -17,7 +17,13 @@ from pathlib import Path
 from pagoda.base.errors import StoreError
 from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
-from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
+from pagoda.slab.memory import (
+    PAGE_BYTES,
+    Bytes,
+    aligned,
+    begin_on_pages,
+    open_slab,
+)
 
 __all__ = ["FileSlab", "aligned"]
 
@@ -152,9 +158,9 @@ class FileSlab:
             raise ValueError(
                 f"{total} bytes do not fit a slot of {self.slot_bytes}"
             )
-        if self.direct and any(
-            buffer.nbytes % PAGE_BYTES or address(buffer) % PAGE_BYTES
-            for buffer in used
+        if self.direct and not (
+            begin_on_pages(used)
+            and all(buffer.nbytes % PAGE_BYTES == 0 for buffer in used)
         ):
             raise ValueError(
                 f"O_DIRECT needs whole pages of {PAGE_BYTES} bytes that begin on a page"

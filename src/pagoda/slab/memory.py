@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -58,6 +58,11 @@ def address(buffer: Bytes) -> int:
         # empty, read-only or with gaps
         begin: int = buffer.__array_interface__["data"][0]
         return begin
+
+
+def begin_on_pages(buffers: Iterable[Bytes]) -> bool:
+    """Return whether each of these buffers begins on a page, as O_DIRECT needs."""
+    return not any(address(buffer) % PAGE_BYTES for buffer in buffers)
 
 
 class Lender(Protocol):

@@ -9,13 +9,20 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import (
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.metrics import Reason
-from pagoda.base.signal_safe_threads import Answer
+from pagoda.base.signal_safe_threads import Answer, running_answers
 from pagoda.keys import KEY_BYTES, Namespace
 from pagoda.transfer.base import as_words
 
@@ -36,6 +43,28 @@ class Chunk(NamedTuple):
     parent: bytes | None  # the key at position - 1
     # True for as long as the payload is what the key names
     still_valid: Callable[[], bool]
+
+
+# `Ledger.are_published`
+AskPublished: TypeAlias = Callable[[Sequence[tuple[int, int]]], list[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class InSlot:
+    """`Chunk.still_valid` of a payload in a slot of the host tier. A tier may ask about many at
+    once.
+
+    Args:
+        are_published: `Ledger.are_published` of the host tier.
+        place: the slot, and the generation of the chunk in it.
+    """
+
+    are_published: AskPublished
+    place: tuple[int, int]
+
+    def __call__(self) -> bool:
+        """Return whether the slot still has the chunk."""
+        return self.are_published([self.place])[0]
 
 
 class Done(NamedTuple):
@@ -335,9 +364,8 @@ def completed_future(ok: bool, reason: Reason | None = None) -> Future[Done]:
 
 def running_future() -> Future[Done]:
     """Return a future that cannot be cancelled: bytes may be in transfer until it is done."""
-    future: Future[Done] = Answer()
-    future.set_running_or_notify_cancel()
-    return future
+    futures: list[Future[Done]] = running_answers(1)
+    return futures[0]
 
 
 def end_of(future: Future[Done]) -> Done:
@@ -347,6 +375,11 @@ def end_of(future: Future[Done]) -> Done:
     if future.cancelled() or future.exception() is not None:
         return Done(False, Reason.IO_ERROR)
     return future.result()
+
+
+def ends_of(futures: Iterable[Future[Done]]) -> list[Done]:
+    """Return what `end_of` returns for each."""
+    return [end_of(future) for future in futures]
 
 
 def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:

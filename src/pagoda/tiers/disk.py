@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from pathlib import Path
@@ -38,8 +38,8 @@ from pagoda.ledger import (
     admin,
 )
 from pagoda.policy.prefill_cost import cost_of
-from pagoda.slab import FileSlab, address, aligned
-from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
+from pagoda.slab import FileSlab, aligned, begin_on_pages
+from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
 from pagoda.tiers.io_queue import (
@@ -246,6 +246,7 @@ class DiskTier(QueuedTier, LedgerTier):
                 deadline_seconds=deadline_seconds,
             )
         sources = self._sources(
+            self._pool.queue,
             keys,
             start,
             namespace,
@@ -253,14 +254,9 @@ class DiskTier(QueuedTier, LedgerTier):
             stamp=stamp,
             touch=touch,
             lease_seconds=0.0,
+            leading=True,
         )
-        return next(
-            (n for n, source in enumerate(sources) if isinstance(source, Reason)),
-            len(keys),
-        )
-
-    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
-        return self._pool.queue.pending_writes(keys)
+        return sum(not isinstance(source, Reason) for source in sources)
 
     def _stored(
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
@@ -280,6 +276,7 @@ class DiskTier(QueuedTier, LedgerTier):
 
     def _sources(
         self,
+        queue: IoQueue,
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,
@@ -288,8 +285,10 @@ class DiskTier(QueuedTier, LedgerTier):
         stamp: int | None = None,
         touch: bool | None = None,
         lease_seconds: float = _LOAD_LEASE_SECONDS,
-    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:
-        """Yield lazily where each key is, or why it is absent: one transaction per run.
+        leading: bool = False,
+    ) -> list[WriteRequest | tuple[int, int] | Reason]:
+        """Return where each key is, or why it is absent, one transaction per run; with `leading`,
+        only up to the first that is absent.
 
         Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was
         dropped and becomes a miss. By default, for a load, this leases the run and does not touch
@@ -297,41 +296,42 @@ class DiskTier(QueuedTier, LedgerTier):
         position) comes without a `match_prefix`, so it touches.
         """
         touch = start is None if touch is None else touch
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         deadline = Deadline(
             clamp_deadline(self.deadline_seconds, deadline_seconds)
         )
         stamp = self.ledger.stamp() if stamp is None else stamp
-        index = 0
-        while index < len(keys):
+        found: list[WriteRequest | tuple[int, int] | Reason] = []
+        while len(found) < len(keys):
+            index = len(found)
             position = None if start is None else start + index
             write = queued.get(keys[index])
             if write is not None and write.is_valid():
-                yield (
+                found.append(
                     write if write.matches(namespace, position) else Reason.ABSENT
                 )
-                index += 1
-                continue
-            stop = next(
-                (n for n in range(index + 1, len(keys)) if keys[n] in queued),
-                len(keys),
-            )
-            match = self.ledger.match_prefix(
-                keys[index:stop],
-                start=position,
-                namespace=namespace,
-                stamp=stamp,
-                lease_seconds=lease_seconds,
-                touch=touch,
-                deadline_seconds=deadline.remaining(),
-            )
-            yield from zip(
-                match.slots.tolist(), match.generations.tolist(), strict=True
-            )
-            index += len(match.slots)
-            if index < stop:
-                yield match.reason or Reason.ABSENT
-                index += 1
+            else:
+                stop = next(
+                    (n for n in range(index + 1, len(keys)) if keys[n] in queued),
+                    len(keys),
+                )
+                match = self.ledger.match_prefix(
+                    keys[index:stop],
+                    start=position,
+                    namespace=namespace,
+                    stamp=stamp,
+                    lease_seconds=lease_seconds,
+                    touch=touch,
+                    deadline_seconds=deadline.remaining(),
+                )
+                found += zip(
+                    match.slots.tolist(), match.generations.tolist(), strict=True
+                )
+                if len(found) < stop:
+                    found.append(match.reason or Reason.ABSENT)
+            if leading and isinstance(found[-1], Reason):
+                break
+        return found
 
     def admit(
         self,
@@ -348,40 +348,48 @@ class DiskTier(QueuedTier, LedgerTier):
         the same stamp. If nothing calls this for a run, each batch of it is judged separately.
         Refused chunks are counted, and the policy learns that they were requested.
         """
-        if stamp is None or self._refusal() is not None:
+        if stamp is None or isinstance(self._open_queue(), Reason):
             # `store` then asks for each batch, or returns the reason
             return len(keys), False
         store = self._store
+        run = namespace, stamp
         with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS
-            known = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED)
-            refused = 0
+            known = store.admissions.get(run, _NOTHING_ADMITTED)
             if start >= known.end and not known.refused:
-                some = keys[:_ADMIT_CHUNKS]
-                count = store.ledger.admit(
-                    some,
-                    start=start,
-                    stamp=stamp,
-                    deadline_seconds=_ADMIT_SECONDS,
-                )
-                known = _RunAdmission(
-                    start + count, count < len(some), start + len(some)
-                )
-                refused = len(some) - count
+                known = self._asked_policy(keys[:_ADMIT_CHUNKS], start, stamp)
             if known.refused and start + len(keys) > known.told:
-                # other threads may have asked about part of the run
-                rest = keys[max(0, known.told - start) :]
-                store.ledger.refuse(
-                    rest, start=start + len(keys) - len(rest), stamp=stamp
-                )
-                known = known._replace(told=start + len(keys))
-                refused += len(rest)
-            store.admissions[namespace, stamp] = known
+                known = self._told_policy(known, keys, start, stamp)
+            store.admissions[run] = known
             while len(store.admissions) > _ADMISSIONS:
                 del store.admissions[next(iter(store.admissions))]
-        if refused:
-            store.ledger.count({f"drop_{Reason.NOT_ADMITTED}": refused})
         count = max(0, min(known.end - start, len(keys)))
         return count, known.refused and count < len(keys)
+
+    def _asked_policy(
+        self, keys: Sequence[bytes], start: int, stamp: int
+    ) -> _RunAdmission:
+        """Ask the policy about the next chunks of a run, and count those that it refuses."""
+        count = self.ledger.admit(
+            keys, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS
+        )
+        self._count_refused(len(keys) - count)
+        return _RunAdmission(start + count, count < len(keys), start + len(keys))
+
+    def _told_policy(
+        self, known: _RunAdmission, keys: Sequence[bytes], start: int, stamp: int
+    ) -> _RunAdmission:
+        """Tell the policy that the rest of a run that it refuses was requested; other threads may
+        have told part of it.
+        """
+        end = start + len(keys)
+        rest = keys[max(0, known.told - start) :]
+        self.ledger.refuse(rest, start=end - len(rest), stamp=stamp)
+        self._count_refused(len(rest))
+        return known._replace(told=end)
+
+    def _count_refused(self, chunks: int) -> None:
+        if chunks:
+            self.ledger.count({f"drop_{Reason.NOT_ADMITTED}": chunks})
 
 
 class _RunAdmission(NamedTuple):
@@ -507,28 +515,28 @@ class DiskStore(WorkerBackend):
         self.log.warn(_logger, reason, message)
         return reason
 
-    def can_use(self, buffer: Bytes) -> bool:
-        """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
-        if (
-            self.is_lossy
-            or buffer.nbytes < self.slot_bytes
-            or not buffer.flags.c_contiguous
-        ):
+    def can_use(self, buffers: Sequence[Bytes]) -> bool:
+        """Return whether the slab can move whole payloads to or from all of these without a
+        copy.
+        """
+        if self.is_lossy:
             return False
-        return not self.slab.direct or address(buffer) % HEADER_BYTES == 0
+        for buffer in buffers:
+            if buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
+                return False
+        return not self.slab.direct or begin_on_pages(buffers)
 
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
         """Let batches reserve slots in the order in which they were queued, or a head could find no
         free slot.
         """
-        deadline = Deadline(_LEDGER_SECONDS)
         turns = self._turns
         with turns.changed:
-            while turns.reserved < batch - 1 and turns.changed.wait(
-                deadline.remaining()
-            ):
-                pass
+            if turns.reserved < batch - 1:
+                turns.changed.wait_for(
+                    lambda: turns.reserved >= batch - 1, _LEDGER_SECONDS
+                )
         try:
             yield
         finally:
@@ -540,6 +548,13 @@ class DiskStore(WorkerBackend):
         """Close the slab and the ledger."""
         self.slab.close()
         self.ledger.close()
+
+
+class _Payload(NamedTuple):
+    """Bytes that the slab can write."""
+
+    data: Bytes
+    stored_bytes: int = 0  # with a lossy codec: so many of them are used
 
 
 class _Sealed(NamedTuple):
@@ -605,14 +620,11 @@ class DiskWorker(IoWorker):
         if store.resting:
             return [Reason.TIER_SKIPPED] * len(reads)
         places = [_place(read) for read in reads]
-        pages: list[tuple[Bytes, Bytes]] = []
-        for row, read in enumerate(reads):
-            payload = (
-                read.buffer[: store.slot_bytes]
-                if store.can_use(read.buffer)
-                else self._spare_payload(row)
-            )
-            pages.append((self._header_pages[row], payload))
+        payloads = [read.buffer[: store.slot_bytes] for read in reads]
+        if not store.can_use(payloads):
+            payloads = self._spare_payloads()
+        pages = list(zip(self._header_pages, payloads, strict=False))
+        pages = pages[: len(reads)]
         slot = places[0][0]
         try:
             store.slab.read(
@@ -699,26 +711,11 @@ class DiskWorker(IoWorker):
         self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
     ) -> None:
         store = self._store
-        ledger = self._store.ledger
-        live: list[WriteRequest] = []
-        reserved: dict[WriteRequest, Reserved] = {}
         # What is not committed is given up at the end of the block, not earlier: the slots must
         # not be given to others before their I/O has ended, however late.
-        with SlotWriter(ledger) as writer:
+        with SlotWriter(store.ledger) as writer:
             with store.in_turn(writes[0].batch):
-                valid = valid_writes(writes)
-                resting = store.resting
-                for write in writes:
-                    if resting:
-                        results[write] = self._dropped(Reason.TIER_SKIPPED)
-                    elif write not in valid:
-                        results[write] = self._dropped(
-                            write.cancelled or Reason.STALE
-                        )
-                    else:
-                        live.append(write)
-                for run in runs(live, ledger.window, _follows):
-                    self._reserve(writer, run, reserved, results)
+                reserved = self._reserve(writer, writes, results)
             waiting = list(reserved.items())
             for first in range(0, len(waiting), store.fewest_chunks):
                 self._queue.read_all(self.load)
@@ -728,9 +725,34 @@ class DiskWorker(IoWorker):
                 self._write(sealed, results)
             self._commit(writer, reserved, results)
             # before the writes end: after them, a caller may end the process
-            ledger.namespaces.save_labels()
+            store.ledger.namespaces.save_labels()
+
+    def _drop_invalid(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> list[WriteRequest]:
+        """Return the writes that are valid now; drop the others."""
+        valid = valid_writes(writes)
+        for write in set(writes).difference(valid):
+            results[write] = self._dropped(write.cancelled or Reason.STALE)
+        return valid
 
     def _reserve(
+        self,
+        writer: SlotWriter,
+        writes: Sequence[WriteRequest],
+        results: dict[WriteRequest, Done],
+    ) -> dict[WriteRequest, Reserved]:
+        """Return the slots of the writes that need one; add the others to `results`."""
+        reserved: dict[WriteRequest, Reserved] = {}
+        if self._store.resting:
+            self._skip(writes, results)
+            return reserved
+        live = self._drop_invalid(writes, results)
+        for run in _runs(live, self._store.ledger.window):
+            self._reserve_run(writer, run, reserved, results)
+        return reserved
+
+    def _reserve_run(
         self,
         writer: SlotWriter,
         run: Sequence[WriteRequest],
@@ -771,38 +793,17 @@ class DiskWorker(IoWorker):
         `results`.
         """
         store = self._store
+        payloads = (
+            self._encoded([write for write, _ in some], results)
+            if store.is_lossy
+            else self._plain([write.chunk.payload for write, _ in some])
+        )
         sealed: list[_Sealed] = []
-        for row, (write, reserved) in enumerate(some):
-            payload = write.chunk.payload
-            stored_bytes = 0
-            if store.is_lossy:
-                spare = self._spare_payload(row)
-                payload = payload[: store.chunk_bytes]
-                used, stored = codec.encode(
-                    store.codec_name,
-                    payload,
-                    store.word_bytes,
-                    spare,
-                    layout=store.layout,
-                )
-                if used != store.codec_name:
-                    message = (
-                        f"a chunk with NaN or infinity is no {store.codec_name}"
-                    )
-                    results[write] = self._dropped(
-                        store.log_reason(Reason.TOO_LARGE, message)
-                    )
-                    continue
-                payload = spare
-                stored_bytes = stored.nbytes
-            elif store.can_use(payload):
-                payload = payload[: store.slot_bytes]
-            else:
-                spare = self._spare_payload(row)
-                np.copyto(
-                    spare[: store.chunk_bytes], payload[: store.chunk_bytes]
-                )
-                payload = spare
+        for (write, reserved), payload, header in zip(
+            some, payloads, self._header_pages, strict=False
+        ):
+            if write in results:
+                continue
             described = codec.Header(
                 store_id=store.ledger.store_id,
                 slot=reserved.slot,
@@ -815,71 +816,118 @@ class DiskWorker(IoWorker):
                 codec=store.codec_name,
                 fingerprint=store.layout.fingerprint,
                 sequence=reserved.generation,
-                stored_bytes=stored_bytes,
+                stored_bytes=payload.stored_bytes,
             )
-            header = self._header_pages[row]
-            codec.seal(described, payload, header)
-            sealed.append(_Sealed(reserved.slot, write, (header, payload)))
+            codec.seal(described, payload.data, header)
+            sealed.append(_Sealed(reserved.slot, write, (header, payload.data)))
         # Up to this line the payloads were the keys' chunks, and so is everything that matches the
         # checksums.
-        valid = valid_writes([one.write for one in sealed])
-        for one in sealed:
-            if one.write not in valid:
-                results[one.write] = self._dropped(
-                    one.write.cancelled or Reason.STALE
-                )
+        valid = self._drop_invalid([one.write for one in sealed], results)
         return sorted(one for one in sealed if one.write in valid)  # by slot
+
+    def _plain(self, payloads: Sequence[Bytes]) -> list[_Payload]:
+        """Return payloads from which the slab can write."""
+        store = self._store
+        if not store.can_use(payloads):
+            payloads = self._copied(payloads)
+        return [_Payload(payload[: store.slot_bytes]) for payload in payloads]
+
+    def _copied(self, payloads: Sequence[Bytes]) -> list[Bytes]:
+        """Copy payloads into page-aligned ones."""
+        nbytes = self._store.chunk_bytes
+        copies = self._spare_payloads()[: len(payloads)]
+        for copy, payload in zip(copies, payloads, strict=True):
+            np.copyto(copy[:nbytes], payload[:nbytes])
+        return copies
+
+    def _encoded(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> list[_Payload]:
+        """Return the payloads of writes in a lossy codec. Adds to `results` what it cannot
+        encode.
+        """
+        store = self._store
+        encoded: list[_Payload] = []
+        for write, spare in zip(writes, self._spare_payloads(), strict=False):
+            used, stored = codec.encode(
+                store.codec_name,
+                write.chunk.payload[: store.chunk_bytes],
+                store.word_bytes,
+                spare,
+                layout=store.layout,
+            )
+            if used != store.codec_name:
+                message = f"a chunk with NaN or infinity is no {store.codec_name}"
+                results[write] = self._dropped(
+                    store.log_reason(Reason.TOO_LARGE, message)
+                )
+            encoded.append(_Payload(spare, stored.nbytes))
+        return encoded
 
     def _write(
         self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]
     ) -> None:
         """Write chunks, those of adjacent slots by one call; add failed writes to `results`."""
-        store = self._store
         while sealed:
-            ends = (
-                n
-                for n in range(1, len(sealed))
-                if sealed[n].slot != sealed[n - 1].slot + 1
-            )
-            end = next(ends, len(sealed))
-            run = sealed[:end]
+            end = 1
+            while (
+                end < len(sealed) and sealed[end].slot == sealed[end - 1].slot + 1
+            ):
+                end += 1
+            self._write_run(sealed[:end], results)
             sealed = sealed[end:]
-            if store.resting:
-                results.update(
-                    (one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run
-                )
-                continue
-            slot, write, _ = run[0]
-            try:
-                store.slab.write(
-                    slot, [page for one in run for page in one.pages], len(run)
-                )
-            except OSError as error:
-                if len(run) > 1:  # each slot alone: a bad sector affects only one
-                    for one in run:
-                        self._write([one], results)
-                else:
-                    results[write] = self._dropped(
-                        store.record_error(error, f"writing slot {slot}")
-                    )
-                continue
-            store.breaker.record_success()
-            valid = valid_writes([one.write for one in run])
-            for one in run:
-                if one.write not in valid:
-                    results[one.write] = self._dropped(
-                        one.write.cancelled or Reason.STALE
-                    )
 
-    def _spare_payload(self, row: int) -> Bytes:
-        """Return a page-aligned payload for buffers that the slab cannot use directly, one for each
+    def _write_run(
+        self, run: Sequence[_Sealed], results: dict[WriteRequest, Done]
+    ) -> None:
+        """Write chunks to adjacent slots; add failed writes to `results`."""
+        store = self._store
+        if store.resting:
+            self._skip([one.write for one in run], results)
+            return
+        slot = run[0].slot
+        pages = [page for one in run for page in one.pages]
+        try:
+            store.slab.write(slot, pages, len(run))
+        except OSError as error:
+            self._note_failed(run, error, results)
+        else:
+            store.breaker.record_success()
+
+    def _note_failed(
+        self,
+        run: Sequence[_Sealed],
+        error: OSError,
+        results: dict[WriteRequest, Done],
+    ) -> None:
+        """Handle a write that failed. Of several slots each is written alone: a bad sector affects
+        only one.
+        """
+        if len(run) > 1:
+            for one in run:
+                self._write_run([one], results)
+            return
+        slot, write, _ = run[0]
+        results[write] = self._dropped(
+            self._store.record_error(error, f"writing slot {slot}")
+        )
+
+    def _skip(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> None:
+        """Drop writes while the disk rests."""
+        for write in writes:
+            results[write] = self._dropped(Reason.TIER_SKIPPED)
+
+    def _spare_payloads(self) -> list[Bytes]:
+        """Return page-aligned payloads for buffers that the slab cannot use directly, one for each
         header page.
         """
         if not self._spare:
             rows = len(self._header_pages)
             width = self._store.slot_bytes
             self._spare = list(aligned(rows * width).reshape(rows, width))
-        return self._spare[row]
+        return self._spare
 
     def _commit(
         self,
@@ -887,22 +935,14 @@ class DiskWorker(IoWorker):
         reserved: dict[WriteRequest, Reserved],
         results: dict[WriteRequest, Done],
     ) -> None:
-        """Commit what was written."""
-        for write in reserved:
-            if write.cancelled is not None and write not in results:
-                results[write] = self._dropped(write.cancelled)
-        written = [write for write in reserved if write not in results]
+        """Commit what was written whole: from chunks that are still valid, after all writes."""
+        written = self._drop_invalid(
+            [write for write in reserved if write not in results], results
+        )
+        if self._store.durable and not self._is_synced(written, results):
+            return
         if not written:
             return
-        if self._store.durable:
-            try:
-                self._store.slab.sync()
-            except OSError as error:
-                reason = self._store.record_error(error, "syncing")
-                results.update(
-                    (write, self._dropped(reason)) for write in written
-                )
-                return
         kept = writer.commit(
             [reserved[write] for write in written], _LEDGER_SECONDS
         )
@@ -919,6 +959,19 @@ class DiskWorker(IoWorker):
             else:
                 results[write] = Done(True)
 
+    def _is_synced(
+        self, written: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> bool:
+        """Sync what was written; drop it and return False if that fails."""
+        try:
+            self._store.slab.sync()
+        except OSError as error:
+            reason = self._store.record_error(error, "syncing")
+            for write in written:
+                results[write] = self._dropped(reason)
+            return False
+        return True
+
     def _dropped(self, reason: Reason) -> Done:
         self._store.ledger.count({f"drop_{reason}": 1})
         return Done(False, reason)
@@ -930,6 +983,24 @@ def _place(read: ReadRequest) -> tuple[int, int]:
     return read.source
 
 
+def _runs(writes: Sequence[WriteRequest], most: int) -> list[list[WriteRequest]]:
+    """Split writes into runs of at most `most`, each of which one reserve can take."""
+    found: list[list[WriteRequest]] = []
+    for write in writes:
+        if found and len(found[-1]) < most and _follows(write, found[-1][-1]):
+            found[-1].append(write)
+        else:
+            found.append([write])
+    return found
+
+
 def _follows(write: WriteRequest, before: WriteRequest) -> bool:
-    same = (write.namespace, write.stamp) == (before.namespace, before.stamp)
-    return same and follows(write.chunk, before.chunk)
+    chunk = write.chunk
+    previous = before.chunk
+    return (
+        chunk.position == previous.position + 1
+        and chunk.parent in (None, previous.key)
+        and chunk.tokens == previous.tokens
+        and write.namespace == before.namespace
+        and write.stamp == before.stamp
+    )

@@ -12,10 +12,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -24,14 +32,21 @@ from pagoda.base.clock import Deadline
 from pagoda.base.finalizers import close_when_dropped
 from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
-from pagoda.base.signal_safe_threads import Condition, Event, begin, complete
+from pagoda.base.signal_safe_threads import (
+    Condition,
+    Event,
+    begin,
+    complete,
+    running_answers,
+)
 from pagoda.tiers.base import (
+    AskPublished,
     Bytes,
     Chunk,
     Done,
+    InSlot,
     check_keys,
     check_sizes,
-    completed_future,
     running_future,
 )
 from pagoda.tiers.put_and_load import BlockingCalls
@@ -86,21 +101,23 @@ class WriteRequest:
         return self.is_valid()
 
 
-def valid_writes(writes: Sequence[WriteRequest]) -> set[WriteRequest]:
-    """Return those of these writes that are valid. What several chunks share, such as the last
-    clear, is asked once.
+def valid_writes(writes: Sequence[WriteRequest]) -> list[WriteRequest]:
+    """Return those of these writes that are valid; they are being written. What several chunks
+    share, such as the last clear, is asked once; so is the ledger of the host tier.
     """
     answers: dict[int, bool] = {}
-    valid = set[WriteRequest]()
-    for write in writes:
-        if write.cancelled is not None or write.future.done():
-            continue
+    slots: dict[AskPublished, list[InSlot]] = {}
+    running = [write for write in writes if write.cancelled is None]
+    for write in running:
         source = write.chunk.still_valid
-        if id(source) not in answers:
+        if isinstance(source, InSlot):
+            slots.setdefault(source.are_published, []).append(source)
+        elif id(source) not in answers:
             answers[id(source)] = source()
-        if answers[id(source)]:
-            valid.add(write)
-    return valid
+    for are_published, asked in slots.items():
+        published = are_published([each.place for each in asked])
+        answers.update(zip(map(id, asked), published, strict=True))
+    return [write for write in running if answers[id(write.chunk.still_valid)]]
 
 
 # Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot,
@@ -257,12 +274,12 @@ class IoQueue:
         """Whether a worker takes a read together with the reads before it."""
         return 0 < len(run) < self._run_chunks and read.is_next_to(run[-1])
 
-    def has_room(self) -> bool:
-        """Return whether a write could be queued now."""
+    def has_room(self, writes: int = 1) -> bool:
+        """Return whether so many writes could be queued now."""
         with self._changed:
             return (
                 not self._closed
-                and len(self._outstanding_writes) < self._write_chunks
+                and len(self._outstanding_writes) + writes <= self._write_chunks
             )
 
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
@@ -331,15 +348,10 @@ class IoQueue:
         """
         with self._changed:
             while True:
-                now = time.monotonic()
-                # writes that were put back and are due
-                while self._delayed and self._delayed[0][0] <= now:
-                    self._writes.append(heapq.heappop(self._delayed)[2])
+                pause = self._queue_due() if self._delayed else None
                 if self._closed or self._reads or (most_writes and self._writes):
                     break
-                self._changed.wait(
-                    self._delayed[0][0] - now if self._delayed else None
-                )
+                self._changed.wait(pause)
             if self._reads:
                 return self._take_run()
             if self._closed:
@@ -351,6 +363,15 @@ class IoQueue:
             for write in batch:
                 write.batch = self._batch
             return batch
+
+    def _queue_due(self) -> float | None:
+        """Queue the writes that were put back and are due; return the seconds until the next one.
+        Called with the lock.
+        """
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            self._writes.append(heapq.heappop(self._delayed)[2])
+        return self._delayed[0][0] - now if self._delayed else None
 
     def _take_run(self) -> list[ReadRequest]:
         """Take the next reads of adjacent slots. Called with the lock."""
@@ -390,8 +411,6 @@ class IoQueue:
                 if self._outstanding_writes.get(write.chunk.key) is write:
                     del self._outstanding_writes[write.chunk.key]
             self._finishing.update(write for write, _ in ends)
-        with self._ended:
-            self._ended.notify_all()
         for write, done in ends:
             if not write.future.done():
                 write.future.set_result(done)
@@ -418,8 +437,6 @@ class IoQueue:
         with self._changed:
             self._read_count -= len(ended)
             self._finishing.update(each for each, _ in ended)
-        with self._ended:
-            self._ended.notify_all()
         for each, done in reversed(ended):
             each.future.set_result(done)
         self._finished([each for each, _ in ended])
@@ -608,26 +625,28 @@ class WorkerPool:
         """The queue of this process."""
         return self._serving.queue
 
-    def start(self) -> bool:
-        """Start the threads that are not running; cheap if all are running.
+    def start(self) -> IoQueue | None:
+        """Start the threads that are not running; cheap if all are running. Return the queue that
+        they serve.
 
-        False: the system gives too few threads to do any work. The next call tries to start the
+        None: the system gives too few threads to do any work. The next call tries to start the
         missing threads again.
         """
         serving = self._serving
-        threads = serving.threads
-        if len(threads) <= self._io_threads and not self._closed:
-            with serving.lock:
-                readers = self._backend.reader_threads
-                targets: list[Callable[[], None]] = [self._background]
-                targets += [partial(self._work, self._backend.batch_chunks)] * (
-                    self._io_threads - readers
-                )
-                targets += [partial(self._work, 0)] * readers
-                for target in targets[len(threads) :]:
-                    if self._closed or not self._begin(target, threads):
-                        break
-        return len(threads) >= _FEWEST
+        if len(serving.threads) <= self._io_threads and not self._closed:
+            self._start_missing(serving)
+        return serving.queue if len(serving.threads) >= _FEWEST else None
+
+    def _start_missing(self, serving: _Serving) -> None:
+        readers = self._backend.reader_threads
+        writers = self._io_threads - readers
+        targets: list[Callable[[], None]] = [self._background]
+        targets += [partial(self._work, self._backend.batch_chunks)] * writers
+        targets += [partial(self._work, 0)] * readers
+        with serving.lock:
+            for target in targets[len(serving.threads) :]:
+                if self._closed or not self._begin(target, serving.threads):
+                    break
 
     def _begin(
         self, target: Callable[[], None], threads: list[threading.Thread]
@@ -762,15 +781,19 @@ class QueuedTier(BlockingCalls):
         """Wait until nothing is queued or running; return False after `timeout` seconds."""
         return self._pool.queue.wait(None, timeout)
 
-    def _refusal(self) -> Reason | None:
-        """Return why nothing can be queued now; None if the queue accepts work and its threads are
-        running.
+    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
+        """Return which of these keys are queued, or are being saved."""
+        return self._pool.queue.pending_writes(keys)
+
+    def _open_queue(self) -> IoQueue | Reason:
+        """Return the queue if it accepts work and its threads are running; otherwise why nothing
+        can be queued now.
         """
         if self._closed:
             return Reason.CLOSED
         if self.resting:
             return Reason.TIER_SKIPPED
-        return None if self._pool.start() else Reason.IO_ERROR
+        return self._pool.start() or Reason.IO_ERROR
 
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger no longer counts
@@ -795,39 +818,39 @@ class QueuedTier(BlockingCalls):
         check_sizes(
             "payload", [chunk.payload for chunk in chunks], self.chunk_bytes
         )
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._dropped(refusal) for _ in chunks]
+        queue = self._open_queue()
+        if isinstance(queue, Reason):
+            return [self._dropped(queue) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
-        found = list(
-            zip(chunks, self._stored(chunks, namespace, stamp), strict=False)
+        # A place costs nothing while there are enough, and whoever takes a write finds out too.
+        stored = (
+            repeat(False)
+            if queue.has_room(len(chunks))
+            else self._stored(chunks, namespace, stamp)
         )
-        wanted = [
-            chunk
-            for chunk, stored in found
-            if not stored and chunk.payload.nbytes <= self.slot_bytes
-        ]
-        queued = iter(
-            self._pool.queue.add_writes(
-                [WriteRequest(chunk, namespace, stamp) for chunk in wanted]
-            )
-        )
-        futures = list[Future[Done]]()
-        for chunk, stored in found:
-            if stored:
-                futures.append(completed_future(True))
-                continue
-            write = (
-                next(queued)
-                if chunk.payload.nbytes <= self.slot_bytes
-                else Reason.TOO_LARGE
-            )
-            futures.append(
-                self._dropped(write)
-                if isinstance(write, Reason)
-                else write.future
-            )
+        futures: list[Future[Done]] = running_answers(len(chunks))
+        writes: dict[int, WriteRequest] = {}
+        for at, (chunk, is_stored) in enumerate(
+            zip(chunks, stored, strict=False)
+        ):
+            if is_stored:
+                futures[at].set_result(Done(True))
+            elif chunk.payload.nbytes > self.slot_bytes:
+                self._end_dropped(futures[at], Reason.TOO_LARGE)
+            else:
+                writes[at] = WriteRequest(chunk, namespace, stamp, futures[at])
+        queued = queue.add_writes(writes.values())
+        for at, write in zip(writes, queued, strict=True):
+            if isinstance(write, Reason):
+                self._end_dropped(futures[at], write)
+            else:
+                # of an earlier write of the same chunk, if there is one
+                futures[at] = write.future
         return futures
+
+    def _end_dropped(self, future: Future[Done], reason: Reason) -> None:
+        self._count(f"drop_{reason}")
+        future.set_result(Done(False, reason))
 
     @abstractmethod
     def _stored(
@@ -849,38 +872,42 @@ class QueuedTier(BlockingCalls):
         """Queue reads of chunks directly into `buffers`. See Tier.load."""
         check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._missed(refusal) for _ in keys]
-        sources = list(self._sources(keys, start, namespace, deadline_seconds))
-        reads = [
-            ReadRequest(
-                key,
-                None if start is None else start + n,
-                namespace,
-                buffer,
-                source,
-            )
-            for n, (key, buffer, source) in enumerate(
-                zip(keys, buffers, sources, strict=True)
-            )
-            if not isinstance(source, Reason)
-        ]
-        queued = iter(zip(reads, self._pool.queue.add_reads(reads), strict=True))
-        futures = list[Future[Done]]()
-        for source in sources:
+        queue = self._open_queue()
+        if isinstance(queue, Reason):
+            return [self._missed(queue) for _ in keys]
+        futures: list[Future[Done]] = running_answers(len(keys))
+        reads: list[ReadRequest] = []
+        sources = self._sources(queue, keys, start, namespace, deadline_seconds)
+        for at, source in enumerate(sources):
             if isinstance(source, Reason):
-                futures.append(self._missed(source))
+                self._end_missed(futures[at], source)
                 continue
-            read, refused = next(queued)
-            futures.append(
-                read.future if refused is None else self._missed(refused)
+            position = None if start is None else start + at
+            reads.append(
+                ReadRequest(
+                    keys[at],
+                    position,
+                    namespace,
+                    buffers[at],
+                    source,
+                    futures[at],
+                )
             )
+        for read, refused in zip(reads, queue.add_reads(reads), strict=True):
+            if refused is not None:
+                self._end_missed(read.future, refused)
         return futures
+
+    def _end_missed(self, future: Future[Done], reason: Reason) -> None:
+        # LEDGER_BUSY is counted by the ledger
+        if reason is not Reason.LEDGER_BUSY:
+            self._count(f"miss_{reason}")
+        future.set_result(Done(False, reason))
 
     @abstractmethod
     def _sources(
         self,
+        queue: IoQueue,
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,

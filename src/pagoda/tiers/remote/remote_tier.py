@@ -181,9 +181,10 @@ class RemoteTier(QueuedTier):
         """Return how many leading keys are stored or queued, as far as that is known in time;
         copies nothing.
         """
-        if self._refusal() is not None or not keys:
+        queue = self._open_queue()
+        if isinstance(queue, Reason) or not keys:
             return 0
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         until = time.monotonic() + clamp_deadline(
             self._look_seconds, deadline_seconds
         )
@@ -229,12 +230,13 @@ class RemoteTier(QueuedTier):
         """Return for each key whether it is stored or queued, also behind absent ones, as far as
         that is known in time: the store is asked once.
         """
-        if self._refusal() is not None or not keys:
+        queue = self._open_queue()
+        if isinstance(queue, Reason) or not keys:
             return [False] * len(keys)
         until = time.monotonic() + clamp_deadline(
             self._look_seconds, deadline_seconds
         )
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         presence = self._store.presence
 
         def known(at: int) -> bool | None:
@@ -343,10 +345,11 @@ class RemoteTier(QueuedTier):
         """Touch these keys in the store. Waits for the store, up to its deadlines. See
         Tier.touch.
         """
-        if self._refusal() is not None:
+        queue = self._open_queue()
+        if isinstance(queue, Reason):
             return None
         # read first: a chunk that leaves the queue after this is in the store
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         here: list[bool] = []
         stamp = self._store.stamp() if stamp is None else stamp
         while len(here) < len(keys):
@@ -431,12 +434,13 @@ class RemoteTier(QueuedTier):
 
     def _sources(
         self,
+        queue: IoQueue,
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,
         deadline_seconds: float | None,
     ) -> Iterator[WriteRequest | Reason | None]:
-        queued = self._pool.queue.pending_writes(keys)
+        queued = queue.pending_writes(keys)
         presence = self._store.presence
         for key in keys:
             known_absent = (
@@ -510,7 +514,7 @@ class RemoteTier(QueuedTier):
         """Return this process's counters, `queued_writes`, `queued_reads`, `resting`, and how full
         the store is.
         """
-        if self._refusal() is None:
+        if not isinstance(self._open_queue(), Reason):
             self._query(
                 "usage",
                 self._store.update_usage,
