@@ -490,6 +490,14 @@ def test_durable_stores_nothing_if_the_sync_fails(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_durable_syncs_nothing_if_nothing_was_written(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, durable=True)
+    stale = chunks_of(keys_of(2), still_valid=lambda: False)
+    assert ends(tier.store(stale, ROOT)) == [Done(False, Reason.STALE)] * 2
+    assert slab.calls["sync"] == 0
+    tier.close()
+
+
 def test_a_removed_chunk_that_was_being_written_does_not_appear(
     tmp_path: Path,
 ) -> None:
