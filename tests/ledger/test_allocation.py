@@ -478,12 +478,25 @@ def test_a_slot_that_is_filled_anew_by_who_stored_its_chunk_has_none_to_evict(
 
     def both(transaction: Transaction) -> list[allocation.BatchResult]:
         assert allocation.commit(transaction, [late], 0) == [CommitResult.WHOLE]
-        return allocation.reserve(
-            transaction, [(request, range(1))], [late[1:]]
-        )
+        return allocation.reserve(transaction, [(request, range(1))], [late[1:]])
 
     [made] = ledger.session.write(both)
     [room] = reserved(made.outcomes)
     assert room.slot == late.slot
     assert ledger.columns.last_use[room.slot] == NOT_READY
     ledger.abort([room])
+
+
+def test_what_is_not_admitted_takes_no_slot(ledger: Ledger) -> None:
+    request = allocation.ReserveRequest(
+        keys(1, 2, 3), ledger.stamp(), namespace=TENANT, end=1
+    )
+    reserve = partial(
+        allocation.reserve, batches=[(request, range(3))], victims=[]
+    )
+    [made] = ledger.session.write(reserve)
+    assert made.outcomes[1:] == [
+        Refused(key, Reason.NOT_ADMITTED) for key in keys(2, 3)
+    ]
+    admin.check(ledger)
+    ledger.abort(made.outcomes)
