@@ -47,7 +47,10 @@ class Promiser(DiskTier):
         if not self.loads:
             return super().load(keys, buffers, **options)  # type: ignore[arg-type]
         self.kept = [] if self.loads in FAILED else list(buffers)
-        return _as_promised(self.loads, len(keys))
+        wrong = self.loads
+        if wrong == "says nothing":
+            self.loads = "raises"
+        return _as_promised(wrong, len(keys))
 
     def fill(self) -> None:
         """Fill what it has kept, and keep it no longer."""
@@ -66,8 +69,10 @@ class Promiser(DiskTier):
 def _as_promised(wrong: str, count: int) -> list[Future[Done]]:
     count += {"too few": -1, "too many": 1}.get(wrong, 0)
     futures = [Future[Done]() for _ in range(count)]
-    for future in futures:
-        if wrong == "raises":
+    for at, future in enumerate(futures):
+        if wrong == "says nothing":
+            future.set_result(Done(None if at else True))  # type: ignore[arg-type]
+        elif wrong == "raises":
             future.set_exception(RuntimeError("not a value"))
         elif wrong == "cancelled":
             future.cancel()
@@ -124,6 +129,19 @@ def test_a_load_that_raises_later_is_a_miss(cache: Cache, wrong: str) -> None:
     assert hit.reason == Reason.IO_ERROR
     # who says that it has failed fills nothing any more
     assert is_nothing_held(cache), cache.stats()
+    disk.loads = ""
+    assert served(cache, tokens)[0].num_tokens == len(tokens)
+
+
+def test_what_a_tier_does_not_say_it_has_is_not_served(cache: Cache) -> None:
+    """Its answer for all chunks but the first is neither true nor false."""
+    tokens = prompt(CHUNKS)
+    stored(cache, tokens)
+    wipe_host(cache)
+    disk = disk_of(cache)
+    disk.loads = "says nothing"
+    hit = cache.retrieve(tokens, blank(tokens).transfer)
+    assert hit.num_tokens <= CHUNK
     disk.loads = ""
     assert served(cache, tokens)[0].num_tokens == len(tokens)
 

@@ -22,6 +22,8 @@ from pagoda.ledger import (
     admin,
     allocation,
 )
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.transaction import Transaction
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
 from tests.ledger.support import (
@@ -461,4 +463,40 @@ def test_a_chunk_that_a_call_finds_is_no_victim_of_the_same_call(
     assert made.outcomes[0] == Present(*found)
     assert made.passed_over == [found.slot]
     assert [room.slot for room in reserved(made.outcomes[1:])] == [other.slot]
+    ledger.abort(made.outcomes)
+
+
+def test_a_slot_that_is_filled_anew_by_who_stored_its_chunk_has_none_to_evict(
+    ledger: Ledger,
+) -> None:
+    """A late commit may be done by the transaction of a reserve."""
+    put_alone(ledger, range(100, 99 + ledger.slots))
+    [late] = rooms_for(ledger, keys(888))
+    request = allocation.ReserveRequest(
+        keys(999), ledger.stamp(), namespace=TENANT
+    )
+
+    def both(transaction: Transaction) -> list[allocation.BatchResult]:
+        assert allocation.commit(transaction, [late], 0) == [CommitResult.WHOLE]
+        return allocation.reserve(transaction, [(request, range(1))], [late[1:]])
+
+    [made] = ledger.session.write(both)
+    [room] = reserved(made.outcomes)
+    assert room.slot == late.slot
+    assert ledger.columns.last_use[room.slot] == NOT_READY
+    ledger.abort([room])
+
+
+def test_what_is_not_admitted_takes_no_slot(ledger: Ledger) -> None:
+    request = allocation.ReserveRequest(
+        keys(1, 2, 3), ledger.stamp(), namespace=TENANT, end=1
+    )
+    reserve = partial(
+        allocation.reserve, batches=[(request, range(3))], victims=[]
+    )
+    [made] = ledger.session.write(reserve)
+    assert made.outcomes[1:] == [
+        Refused(key, Reason.NOT_ADMITTED) for key in keys(2, 3)
+    ]
+    admin.check(ledger)
     ledger.abort(made.outcomes)

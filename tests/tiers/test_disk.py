@@ -379,6 +379,61 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_chunk_that_is_being_written_is_not_written_twice(
+    tmp_path: Path,
+) -> None:
+    """Both saves end when the one write does."""
+    tier, slab = open_faulty(tmp_path)
+    chunks = chunks_of(keys_of(1))
+    slab.fail_next("write", Fault.HANG)
+    first = tier.store(chunks, ROOT)
+    second = tier.store(chunks, ROOT)
+    assert not second[0].done()
+    slab.release()
+    assert ends([*first, *second]) == [Done(True, None)] * 2
+    assert slab.calls["write"] == 1
+    tier.close()
+
+
+def test_more_reads_than_may_wait_end_too(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path)
+    keys = keys_of(1)
+    store(tier, keys)
+    most = 4096
+    wanted = keys * (most + 2)
+    buffers = [room()] * len(wanted)
+    loading = tier.load(wanted, buffers, start=None, namespace=ROOT)
+    assert ends(loading)[most - 1 :] == [
+        Done(True, None),
+        *[Done(False, Reason.QUEUE_FULL)] * 2,
+    ]
+    tier.close()
+
+
+@pytest.mark.parametrize("odd", ["begins within a page", "is short", "has gaps"])
+def test_one_buffer_that_the_slab_cannot_use(tmp_path: Path, odd: str) -> None:
+    """It is of one batch with buffers that the slab can use."""
+    size = LAYOUT.slot_bytes
+    if odd == "has gaps":
+        third = np.zeros(2 * size, np.uint8)[::2]
+    elif odd == "is short":
+        third = room()[: LAYOUT.chunk_bytes]
+    else:
+        third = np.zeros(2 * size, np.uint8)[1 : size + 1]
+    tier = open_disk(tmp_path, slots=512)
+    keys = keys_of(4)
+    chunks = chunks_of(keys)
+    third[:] = chunks[2].payload[: len(third)]
+    chunks[2] = chunks[2]._replace(payload=third)
+    assert all(oks(tier.store(chunks, ROOT)))
+    third[:] = 0
+    buffers = [room(), room(), third, room()]
+    assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
+    for key, buffer in zip(keys, buffers, strict=True):
+        assert is_right(key, buffer)
+    tier.close()
+
+
 def test_labels_are_written_with_the_first_chunks(tmp_path: Path) -> None:
     """A process that is killed leaves them to those who list what is stored, and to a rebuild."""
     tier = open_disk(tmp_path)
@@ -487,6 +542,14 @@ def test_durable_stores_nothing_if_the_sync_fails(tmp_path: Path) -> None:
     ]
     assert tier.match_prefix(keys) == 0
     check(tier)
+    tier.close()
+
+
+def test_durable_syncs_nothing_if_nothing_was_written(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, durable=True)
+    stale = chunks_of(keys_of(2), still_valid=lambda: False)
+    assert ends(tier.store(stale, ROOT)) == [Done(False, Reason.STALE)] * 2
+    assert slab.calls["sync"] == 0
     tier.close()
 
 

@@ -22,7 +22,7 @@ from pagoda.cache.load_destinations import (
     reserved_in,
 )
 from pagoda.ledger import Reserved
-from pagoda.tiers.base import Done, Tier, end_of, ends_of
+from pagoda.tiers.base import Done, Tier, end_of
 
 # the most bytes that are copied out at once while reads are in flight
 _ARRIVED_BYTES = 64 << 20
@@ -139,14 +139,12 @@ class LoadPipeline:
             )
             return False
         most = max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)
-        ended: list[_LoadInFlight] = []
+        arrived: list[LoadBuffer] = []
         for flight in islice(flights, most):
-            if not flight.future.done():
+            if not (flight.future.done() and end_of(flight.future).ok):
                 break
-            ended.append(flight)
-        ends = ends_of(flight.future for flight in ended)
-        good = [*(done.ok for done in ends), False].index(False)
-        return self._deliver([flight.buffer for flight in ended[:good]])
+            arrived.append(flight.buffer)
+        return self._deliver(arrived)
 
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
         """Commit, copy out, validate. After an exception `run` settles the buffers, which may not

@@ -939,9 +939,9 @@ class DiskWorker(IoWorker):
         written = self._drop_invalid(
             [write for write in reserved if write not in results], results
         )
-        if self._store.durable and not self._is_synced(written, results):
-            return
         if not written:
+            return
+        if self._store.durable and not self._is_synced(written, results):
             return
         kept = writer.commit(
             [reserved[write] for write in written], _LEDGER_SECONDS
