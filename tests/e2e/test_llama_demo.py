@@ -27,6 +27,7 @@ from pagoda_tools.cli.demo.llama_run import (
     run_llama_demo,
 )
 from pagoda_tools.cli.demo.random_gguf import RandomModel, write_random_model
+from testbed.llama_servers import program_of
 from testbed.patience import Patience
 from testbed.programs import skip
 from testbed.tiny_gguf import write_model
@@ -54,7 +55,7 @@ def use_build(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if found is None or found.origin is None:
         raise skip(f"{name} is missing: install {name}")
     if build == "B":
-        folder = str(Path(found.origin).parent / "bin")
+        folder = str(Path(program_of("B")).parent)
         monkeypatch.setenv("PATH", folder)
         monkeypatch.setenv("LD_LIBRARY_PATH", folder)
 

@@ -2,7 +2,8 @@
 
 `python tests/mutants/run.py [--engine vllm|sglang] [--part N] [--list] [NAME ...]`: each mutant
 of `mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to
-a copy of `src` in a temporary directory, never to the work tree. First all named tests must pass
+a copy of `src` in a temporary directory, never to the work tree. A mutant whose test the CPU of
+this machine cannot run is left out, and the output says so. First all named tests must pass
 on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or
 if a test cannot be collected; 2 if a name is unknown.
 
@@ -54,7 +55,11 @@ FAILED = 1
 ELSEWHERE = 99  # `pagoda` did not come from the copy
 # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
 HUNG = 98
+# the CPU of this machine cannot run what the test needs, see `testbed.llama_servers`
+NOT_HERE = 97
+CPU_LACKS = "this CPU lacks"
 SURVIVED = "SURVIVED"
+LEFT_OUT = "left out"
 UNSTEADY = "UNSTEADY"
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source
 # broken code mostly waits, unless it imports SGLang
@@ -167,7 +172,7 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float) -> int:
         # processes that its test started, and did not end because the code is broken
         os.killpg(process.pid, signal.SIGKILL)
     code = process.exitcode if ended and process.exitcode is not None else HUNG
-    if code not in (PASSED, FAILED, HUNG):
+    if code not in (PASSED, FAILED, HUNG, NOT_HERE):
         sys.stderr.write(
             (source.parent / "output").read_text(errors="replace")[-4000:]
         )
@@ -203,10 +208,27 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
         f"pythonpath={source} .",
         f"--basetemp={source.parent / 'tmp'}",
     ]
-    code = pytest.main(["-x", "-q", *plugins, *options, *tests])
+    seen = _Seen()
+    arguments = ["-x", "-q", *plugins, *options, *tests]
+    code: int = pytest.main(arguments, plugins=[seen])
+    if code == PASSED and seen.not_here and not seen.passed:
+        code = NOT_HERE
     import pagoda
 
     sys.exit(code if Path(pagoda.__file__).is_relative_to(source) else ELSEWHERE)
+
+
+class _Seen:
+    """A plugin that counts tests that passed, and tests that the CPU cannot run."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.not_here = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Look at the report of a step of a test."""
+        self.passed += report.passed and report.when == "call"
+        self.not_here += report.skipped and CPU_LACKS in str(report.longrepr)
 
 
 def judge(mutant: Mutant, compiled: Path, limit_seconds: float) -> Verdict:
@@ -229,9 +251,13 @@ def judge_once(mutant: Mutant, compiled: Path, limit_seconds: float) -> Verdict:
         if problem := apply(mutant, source):
             return Verdict(mutant, False, problem, time.monotonic() - began)
         code = run_tests(source, [mutant.test], limit_seconds)
-    detail = {PASSED: SURVIVED, FAILED: "caught", HUNG: "hung"}.get(
-        code, f"pytest ended with {code}"
-    )
+    details = {
+        PASSED: SURVIVED,
+        FAILED: "caught",
+        HUNG: "hung",
+        NOT_HERE: LEFT_OUT,
+    }
+    detail = details.get(code, f"pytest ended with {code}")
     return Verdict(
         mutant, code in (FAILED, HUNG), detail, time.monotonic() - began
     )
@@ -257,7 +283,7 @@ def passes_once(tests: Sequence[str], compiled: Path) -> bool:
             sys.stderr.write(
                 (source.parent / "output").read_text(errors="replace")[-4000:]
             )
-    return code == PASSED
+    return code in (PASSED, NOT_HERE)
 
 
 def healthy(
@@ -345,14 +371,17 @@ def main(arguments: Sequence[str]) -> int:
         ):
             verdicts.append(verdict)
             print(plain(verdict), flush=True)
+    left_out = sum(verdict.detail == LEFT_OUT for verdict in verdicts)
     caught = sum(verdict.caught for verdict in verdicts)
     unsteady = sum(verdict.detail == UNSTEADY for verdict in verdicts)
     more = f", {unsteady} of them not in the first run" if unsteady else ""
+    if left_out:
+        more += f"; {left_out} left out: {CPU_LACKS} what their tests need"
     print(
-        f"{caught} of {len(verdicts)} mutants caught{more}",
+        f"{caught} of {len(verdicts) - left_out} mutants caught{more}",
         file=sys.stderr,
     )
-    return 0 if caught == len(verdicts) else 1
+    return 0 if caught == len(verdicts) - left_out else 1
 
 
 if __name__ == "__main__":
