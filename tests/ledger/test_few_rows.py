@@ -84,7 +84,7 @@ def test_chunks_that_are_replaced_before_they_are_used_are_used_by_nobody(
         slots = [item.slot for item in put(one, chain)]
         if hinted:
             assert one.evictor.keep_contexts()
-        found = one.find_prefix(chain, 0, TENANT, None, 0.0, False, False, 0, 1.0)
+        found = one.find_prefix(chain, namespace=TENANT, touch=False)
         one.columns.generation[slots[:gone]] += 1
         before = one.columns.hits.tolist()
         one._use(*found[:2], one.stamp(), True, True, 5.0, time.monotonic() + 5)

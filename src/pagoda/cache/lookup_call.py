@@ -249,9 +249,9 @@ def match_prefix(
     *,
     touch: bool = True,
     order: list[Piece] | None = None,
-) -> tuple[int, dict[str, int], Reason | None]:
-    """Find the leading run through all tiers, as a `TiersMatch` has it; lease what the host tier
-    has of it, unless `touch` is False. `order` gets which tier has which part of it.
+) -> TiersMatch:
+    """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
+    False. `order` gets which tier has which part of it.
     """
     tiers = request.tiers
     host = tiers.host
@@ -262,7 +262,7 @@ def match_prefix(
         if order is None:
             found, reason = _find_in_host(request, stamp, touch, host, 0)
             if found == chunks or not tiers.lower:
-                return found, {host.name: found}, reason
+                return TiersMatch(found, {host.name: found}, reason)
             answers = [(found, reason)]
         else:
             answers = []
@@ -300,14 +300,12 @@ def _find_in_host(
             keys = request.window(end)
         slots, _, reason, _ = host.ledger.find_prefix(
             keys,
-            None if request.any_position else request.first + end,
-            request.namespace.root,
-            stamp,
-            LEASE_SECONDS if touch else 0.0,
-            touch,
-            True,
-            0,
-            request.deadline.remaining(),
+            start=request.position_of(end),
+            namespace=request.namespace.root,
+            stamp=stamp,
+            lease_seconds=LEASE_SECONDS if touch else 0.0,
+            touch=touch,
+            deadline_seconds=request.deadline.remaining(),
         )
         found = len(slots)
         end += found

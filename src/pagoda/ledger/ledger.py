@@ -1123,14 +1123,14 @@ class Ledger:
         """
         slots, generations, reason, following = self.find_prefix(
             keys,
-            start,
-            namespace,
-            stamp,
-            lease_seconds,
-            touch,
-            asked,
-            ahead,
-            deadline_seconds,
+            start=start,
+            namespace=namespace,
+            stamp=stamp,
+            lease_seconds=lease_seconds,
+            touch=touch,
+            asked=asked,
+            ahead=ahead,
+            deadline_seconds=deadline_seconds,
         )
         return Match(
             np.asarray(slots, np.int64),
@@ -1142,6 +1142,7 @@ class Ledger:
     def find_prefix(
         self,
         keys: Sequence[bytes],
+        *,
         start: int | None = 0,
         namespace: bytes | None = None,
         stamp: int | None = None,

@@ -273,6 +273,8 @@ class Transaction:
         """Count chunks (slot, key, number of the namespace) that left the tables, and let them
         leave ghosts.
         """
+        if not chunks:
+            return
         self.meta.ready -= len(chunks)
         evicted = reason is Reason.EVICTED
         self.counts["evicted_chunks" if evicted else "removed_chunks"] += len(
